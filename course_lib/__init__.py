@@ -1,0 +1,1 @@
+"""Beyond One GPU: the small library that the lessons call."""

@@ -1,0 +1,154 @@
+"""The elastic agent behind ``torchrun``, run inside this process over a warm forkserver, listening nowhere."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.spawn
+import os
+import threading
+from typing import Any
+
+from course_lib.launch import rank as rank_program
+
+# Imported once, in the forkserver; a rank is then a fork that has them. Slow to import, used by nearly every lesson.
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.nn.parallel",
+    "cloudpickle",
+    "numpy",
+    "transformers.models.llama.modeling_llama",
+    "course_lib.launch.rank",
+    "course_lib.observe.collectives",
+    "course_lib.observe.memory",
+]
+_starting = threading.Lock()
+_in_agent = threading.local()
+
+
+def is_warm() -> bool:
+    """True when the forkserver of this process is up (it may still be importing)."""
+    return multiprocessing.forkserver._forkserver._forkserver_pid is not None
+
+
+def warm() -> None:
+    """Start the forkserver, which then imports PyTorch and Transformers beside the notebook. Returns at once."""
+    with _starting:
+        if not is_warm():
+            multiprocessing.set_forkserver_preload(PRELOAD)
+        multiprocessing.forkserver.ensure_running()
+
+
+class Agent(threading.Thread):
+    """One launch: ``torch.distributed.launcher.elastic_launch`` in a thread, so that Ctrl-C stays the notebook's.
+
+    Attributes:
+        failed: exit codes by local rank (negative: the signal), as far as the agent reports them.
+        error: what the agent itself raised, if it could not do its work.
+    """
+
+    def __init__(self, folder: str, ranks: int) -> None:
+        super().__init__(name="elastic-agent", daemon=True)
+        self.folder, self.ranks = folder, ranks
+        self.failed: dict[int, int] = {}
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        _register_rendezvous()
+        _quiet_agent_log()
+        _in_agent.here = True
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=self.ranks,
+            run_id=os.path.basename(self.folder),
+            rdzv_backend="in_process",
+            rdzv_endpoint="127.0.0.1",
+            local_addr="127.0.0.1",
+            start_method="forkserver",
+            monitor_interval=0.01,
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=f"{self.folder}/logs", redirects=Std.ALL),
+        )
+        try:
+            elastic_launch(config, rank_program.main)(self.folder)
+        except ChildFailedError as error:
+            self.failed = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        except Exception as error:  # kept, and raised in the caller's thread
+            self.error = error
+
+
+def _register_rendezvous() -> None:
+    """One agent meets nobody: a store inside this process replaces the TCP port that a rendezvous would open."""
+    from torch.distributed import HashStore
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousParameters,
+        RendezvousStoreInfo,
+        rendezvous_handler_registry,
+    )
+
+    if "in_process" in rendezvous_handler_registry._registry:
+        return
+
+    class InProcess(RendezvousHandler):
+        def __init__(self, parameters: RendezvousParameters) -> None:
+            self._run_id = parameters.run_id
+
+        def get_backend(self) -> str:
+            return "in_process"
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None:
+            return None
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def get_run_id(self) -> str:
+            return self._run_id
+
+        def shutdown(self) -> bool:
+            return True
+
+    rendezvous_handler_registry.register("in_process", InProcess)
+
+
+def _quiet_agent_log() -> None:
+    """The agent's own log repeats, at length and under a stack of its own, what the failure report says in a line."""
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+_original_preparation = multiprocessing.spawn.get_preparation_data
+
+
+def _preparation_without_main(name: str) -> dict[str, Any]:
+    """A rank gets its function by value, so it need not run the caller's script again to find it.
+
+    Without this every rank would execute a plain script's top level once more (and a script without the
+    ``if __name__ == "__main__"`` guard would launch ranks for ever). Only processes that an Agent starts are spared.
+    """
+    data = _original_preparation(name)
+    if getattr(_in_agent, "here", False):
+        data.pop("init_main_from_name", None)
+        data.pop("init_main_from_path", None)
+    return data
+
+
+multiprocessing.spawn.get_preparation_data = _preparation_without_main

@@ -1,0 +1,195 @@
+"""What runs inside each rank: join, call the function, leave the result or the reason where the notebook finds it."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from course_lib.launch.group import LOOPBACK, choose_backend, process_group
+
+# What a rank hears when a *peer* died or left: an effect of somebody else's failure, hardly ever the cause.
+PEER_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "application timeout caused pair closure",
+    "remote process exited",
+    "nccl communicator was aborted",
+)
+GRACE = 0.5  # seconds that a rank which lost a peer waits before it ends, so that the cause is seen first
+
+
+@dataclass
+class Job:
+    """What every rank of one launch is told; written once into the private folder."""
+
+    function: bytes  # cloudpickle of (function, args, kwargs)
+    ranks: int
+    backend: str
+    timeout: float
+    notebook: int  # process id of who launched
+    environment: dict[str, str]
+    threads: int
+
+
+@dataclass
+class Failure:
+    """Why a rank ended without a result."""
+
+    rank: int
+    kind: str  # "raised", "result" (it cannot travel back) or "arrival" (the function could not be read)
+    type: str
+    message: str
+    frames: list[tuple[str, int, str]] = field(default_factory=list)  # (file, line, function), outermost first
+    text: str = ""
+    lost_peer: bool = False
+
+
+def main(folder: str) -> None:
+    """Entry point that the elastic agent starts in each rank. ``folder``: the launch's private folder."""
+    import cloudpickle
+
+    rank = int(os.environ["RANK"])
+    os.setpgid(0, 0)  # a process group of its own: whatever this rank starts ends with it
+    with open(f"{folder}/pid{rank}", "w") as file:
+        file.write(str(os.getpid()))
+    with open(f"{folder}/job", "rb") as file:
+        job: Job = cloudpickle.loads(file.read())
+    _die_with(job.notebook, folder)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the notebook, which then ends the ranks
+    stacks = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115 - faulthandler writes to it until the rank ends
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+    _take_environment(job.environment)
+    failure = _run(rank, job, folder)
+    if failure is not None:
+        _write(f"{folder}/error{rank}", json.dumps(asdict(failure)).encode())
+        if failure.lost_peer:
+            time.sleep(GRACE)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # the reason is on disk; a clean-up that waits for lost peers would only delay it
+
+
+def _run(rank: int, job: Job, folder: str) -> Failure | None:
+    import cloudpickle
+    import torch
+
+    from course_lib.observe import collectives, memory, wire
+
+    torch.set_num_threads(job.threads)
+    try:
+        function, args, kwargs = cloudpickle.loads(job.function)
+    except Exception as error:  # whatever a learner's module does on import
+        return _failure(rank, "arrival", error)
+    recorder = collectives.Recorder(pulse=collectives.Pulse(f"{folder}/pulse{rank}")).install()
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"] = LOOPBACK
+    try:
+        with process_group(job.backend, init_method=f"file://{folder}/store", timeout=job.timeout + 60):
+            _write(f"{folder}/joined{rank}", b"")
+            memory.start_process_peak()
+            wire_before = wire.sent_bytes()
+            began = time.perf_counter()
+            value = function(*args, **kwargs)
+            seconds = time.perf_counter() - began
+            wire_after = wire.sent_bytes()
+            report = {
+                "collectives": recorder.collect(),
+                "memory": memory.process_report(),
+                "seconds": seconds,
+                "wire_bytes": None if None in (wire_before, wire_after) else wire_after - wire_before,
+                "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
+            }
+            try:
+                packed = cloudpickle.dumps((value, report))
+            except Exception as error:  # cloudpickle raises what the object's own __reduce__ raises
+                return _failure(rank, "result", error, named=type(value).__name__)
+            del value
+            _write(f"{folder}/result{rank}", packed)
+    except BaseException as error:  # SystemExit too: a rank that calls sys.exit(3) has not returned a result
+        if isinstance(error, SystemExit) and not error.code and os.path.exists(f"{folder}/result{rank}"):
+            return None
+        return _failure(rank, "raised", error)
+    return None
+
+
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+def _failure(rank: int, kind: str, error: BaseException, named: str = "") -> Failure:
+    frames = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append((error.filename, error.lineno or 0, "<syntax>"))
+    message = str(error)
+    lost = kind == "raised" and any(sign in message.lower() for sign in PEER_LOST)
+    return Failure(
+        rank, kind, named or type(error).__name__, message, frames,
+        "".join(traceback.format_exception(type(error), error, error.__traceback__)), lost,
+    )  # fmt: skip
+
+
+def _write(path: str, content: bytes) -> None:
+    """Whole or not at all: the notebook may look at any moment."""
+    with open(path + ".part", "wb") as file:
+        file.write(content)
+    os.replace(path + ".part", path)
+
+
+def _take_environment(environment: dict[str, str]) -> None:
+    """The forkserver froze the environment when it started; what the notebook set since then counts too."""
+    keep = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    keep |= {name for name in os.environ if name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))}
+    for name in set(os.environ) - set(environment) - keep:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in environment.items() if name not in keep})
+
+
+def _die_with(notebook: int, folder: str) -> None:
+    """End this rank, and what it started, as soon as process ``notebook`` is gone, however it went.
+
+    Asking the kernel for a signal at the parent's death does not serve: a rank's parent is the forkserver, and each
+    rank holds the pipe that keeps the forkserver alive.
+    """
+
+    def end() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+
+    def watch() -> None:
+        _wait_for_end_of(notebook)
+        end()
+
+    threading.Thread(target=watch, daemon=True, name="die-with-notebook").start()
+
+
+def _wait_for_end_of(pid: int) -> None:
+    if hasattr(os, "pidfd_open"):
+        import select
+
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(pid)
+            select.select([handle], [], [])
+        return
+    while True:  # macOS has no pidfd
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.5)
+
+
+__all__ = ["Failure", "Job", "choose_backend", "main"]

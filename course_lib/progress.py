@@ -1,0 +1,272 @@
+"""One private JSON file per learner: which exercises passed, and what was predicted and measured.
+
+The file lies in the user's own data folder (`BEYOND_ONE_GPU_HOME` moves it), mode 0600. Several notebooks may write at
+once: every change is read, made and written back under a lock, and the new file replaces the old one in one step. Where
+the folder cannot be written, one line says so and the changes stay in this process: a notebook never stops for them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from platformdirs import user_data_dir
+
+VERSION = 1
+MAX_BYTES = 4 * 2**20
+"""A progress file larger than this is not ours: it is not read, and we never write one."""
+LOCK_SECONDS = 5.0
+
+
+@dataclass
+class ExerciseRecord:
+    """The best result of one exercise. `tries` counts up to and including the first pass; times are UTC, ISO 8601."""
+
+    status: str
+    tries: int
+    first_tried: str
+    first_passed: str | None = None
+    seconds: float | None = None
+    message: str = ""
+
+
+@dataclass
+class LedgerRecord:
+    """One line of the ledger, every number in `unit`. None: not predicted, or not measured yet."""
+
+    name: str
+    unit: str
+    predicted: float | None = None
+    measured: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+    stamp: dict[str, Any] = field(default_factory=dict)
+    when: str = ""
+
+
+@dataclass
+class Progress:
+    """`labs[lab][exercise]` and `ledger[lesson][name]`, each in the order of the first time."""
+
+    labs: dict[str, dict[str, ExerciseRecord]] = field(default_factory=dict)
+    ledger: dict[str, dict[str, LedgerRecord]] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The file's text. Raises ValueError on NaN and infinities, which JSON does not have."""
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Progress:
+        """Raises ValueError for a text that is not a progress file, and OSError for a newer course's file."""
+        try:
+            raw = json.loads(text, parse_constant=_number, parse_float=_number)
+            version = raw["version"]
+            if isinstance(version, int) and version > VERSION:
+                raise OSError(f"it was written by a newer version of the course (format {version}, known: {VERSION})")
+            if version != VERSION:
+                raise ValueError(f"unknown format {version!r}")
+            return cls(labs=_rooms(raw["labs"], ExerciseRecord), ledger=_rooms(raw["ledger"], LedgerRecord))
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"not a progress file: {type(error).__name__}: {error}") from error
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,), "int": (int,), "str | None": (str, type(None)), "float | None": (int, float, type(None)),
+    "dict[str, float]": (dict,), "dict[str, Any]": (dict,),
+}  # fmt: skip
+
+
+def _number(word: str) -> float:
+    value = float(word)
+    if not math.isfinite(value):
+        raise ValueError(f"{word} is not a finite number")
+    return value
+
+
+def _rooms(raw: dict[str, dict[str, dict]], kind: type) -> dict[str, dict[str, Any]]:
+    """Two levels of names, then `kind`: raises TypeError where a field is missing, unknown or of another type."""
+    rooms: dict[str, dict[str, Any]] = {}
+    for room, records in raw.items():
+        rooms[room] = {}
+        for name, values in records.items():
+            record = kind(**values)
+            for key, value in vars(record).items():
+                if not isinstance(value, _TYPES[kind.__annotations__[key]]) or isinstance(value, bool):
+                    raise TypeError(f"{name}.{key} is {value!r}")
+            if not all(isinstance(part, (int, float)) for part in getattr(record, "parts", {}).values()):
+                raise TypeError(f"{name}.parts is {record.parts!r}")
+            rooms[room][name] = record
+    return rooms
+
+
+def progress_path() -> Path:
+    """Where this learner's progress lies: `$BEYOND_ONE_GPU_HOME/progress.json`, or the user's data folder."""
+    folder = os.environ.get("BEYOND_ONE_GPU_HOME") or user_data_dir("beyond-one-gpu")
+    return Path(folder).expanduser().absolute() / "progress.json"
+
+
+def read(path: Path) -> Progress:
+    """Read one progress file, without a lock (it is only ever replaced whole); no file is an empty progress.
+
+    Raises ValueError when the file is damaged or above MAX_BYTES bytes, OSError when it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        return Progress()
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"larger than {MAX_BYTES:,} bytes")
+    return Progress.from_json(data.decode("utf-8"))
+
+
+class Store:
+    """One progress file, and the changes that could not be written to it yet."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._pending: list[Callable[[Progress], None]] = []
+        self._guard = threading.Lock()
+        self._warned = False
+
+    def load(self) -> Progress:
+        """What the file holds, with this process's unwritten changes. Never raises: says in one line what was wrong."""
+        with self._guard:
+            try:
+                try:
+                    progress = read(self.path)
+                except ValueError:
+                    with self._lock():
+                        progress = self._read_or_set_aside()
+            except OSError as error:
+                self._warn(error)
+                progress = Progress()
+            for change in self._pending:
+                change(progress)
+            return progress
+
+    def update(self, change: Callable[[Progress], None]) -> None:
+        """Read, `change(progress)`, write back, as one step among all processes. Keeps the change where that fails."""
+        with self._guard:
+            self._pending.append(change)
+            try:
+                with self._lock():
+                    progress = self._read_or_set_aside()
+                    for pending in self._pending:
+                        pending(progress)
+                    self._write(progress.to_json())
+            except OSError as error:
+                self._warn(error)
+            except BaseException:
+                self._pending.pop()
+                raise
+            else:
+                self._pending.clear()
+
+    def _lock(self) -> FileLock:
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return FileLock(self.path.with_name("progress.lock"), timeout=LOCK_SECONDS, mode=0o600)
+
+    def _read_or_set_aside(self) -> Progress:
+        try:
+            return read(self.path)
+        except ValueError as error:
+            now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+            aside = self.path.with_name(f"progress.damaged-{now}.json")
+            os.replace(self.path, aside)
+            _say(f"Your progress file was damaged ({error}); it is now {aside}, and a new one begins.")
+            return Progress()
+
+    def _write(self, text: str) -> None:
+        data = text.encode("utf-8")
+        if len(data) > MAX_BYTES:
+            raise OSError(f"it would grow above {MAX_BYTES:,} bytes")
+        # One name, written under the lock: a process killed half-way leaves one file, which the next write overwrites.
+        half = self.path.with_name("progress.json.tmp")
+        fd = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(fd, "wb") as file:
+            if hasattr(os, "fchmod"):  # not on Windows, where the user's data folder is private already
+                os.fchmod(fd, 0o600)
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+        os.replace(half, self.path)
+        if os.name == "posix":
+            # The change is in place by now. A file system that cannot sync a folder must not make us count it twice.
+            with suppress(OSError):
+                folder = os.open(self.path.parent, os.O_RDONLY)
+                try:
+                    os.fsync(folder)
+                finally:
+                    os.close(folder)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            _say(f"Your progress cannot be kept in {self.path} ({error}); this notebook goes on with it in memory. "
+                 "To keep it, set BEYOND_ONE_GPU_HOME to a folder that you can write.")  # fmt: skip
+
+
+def _say(line: str) -> None:
+    print(" ".join(line.split()), file=sys.stderr)
+
+
+@cache
+def _store(path: Path) -> Store:
+    return Store(path)
+
+
+def load() -> Progress:
+    """This learner's progress, with what this process could not write."""
+    return _store(progress_path()).load()
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def record_exercise(lab: str, exercise: str, *, passed: bool, seconds: float, message: str = "") -> None:
+    """Count one try of `lab`'s `exercise` that took `seconds` s; a pass stays a pass whatever comes after."""
+    when, message = now(), message[:500]
+
+    def change(progress: Progress) -> None:
+        records = progress.labs.setdefault(lab, {})
+        record = records.setdefault(exercise, ExerciseRecord(status="not yet", tries=0, first_tried=when))
+        if record.status == "passed":
+            return
+        record.tries += 1
+        record.seconds, record.message = round(seconds, 3), message
+        if passed:
+            record.status, record.first_passed = "passed", when
+
+    _store(progress_path()).update(change)
+
+
+def record_ledger(lesson: str, record: LedgerRecord) -> None:
+    """Put one line into `lesson`'s ledger; a line of the same name is replaced.
+
+    Raises ValueError for NaN, infinities, a stamp that JSON cannot hold, and a line above 64 KiB.
+    """
+    try:
+        text = json.dumps(asdict(record), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{record.name!r} cannot be kept in the ledger: {error}; plain numbers and text") from error
+    if len(text) > 64 * 1024:
+        raise ValueError(f"{record.name[:40]!r}… takes {len(text):,} bytes: a ledger line has at most 65,536")
+    kept = replace(record, when=record.when or now())
+
+    def change(progress: Progress) -> None:
+        progress.ledger.setdefault(lesson, {})[kept.name] = replace(kept)
+
+    _store(progress_path()).update(change)

@@ -1,0 +1,52 @@
+"""A command line for a training program, read off the signature of its ``train`` function."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from course_lib.launch import process_group
+from course_lib.training.outcome import Outcome
+
+
+def parse(train: Callable[..., Any], argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """``--global-batch 8 --lr 1e-3`` to ``{"global_batch": 8, "lr": 0.001}``; types come from the defaults.
+
+    Raises:
+        SystemExit: as argparse does, with the usage, for an unknown option or a value of the wrong type.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {train.__module__ if train.__module__ != '__main__' else inspect.getmodule(train).__spec__.name}",
+        description=inspect.getdoc(train).splitlines()[0],
+    )
+    for name, parameter in inspect.signature(train).parameters.items():
+        option = "--" + name.replace("_", "-")
+        default = parameter.default
+        if isinstance(default, bool):
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default)
+        else:
+            kind = str if default is None else type(default)
+            parser.add_argument(option, type=kind, default=default, help=f"default: {default}")
+    return vars(parser.parse_args(argv))
+
+
+def run(train: Callable[..., Outcome], argv: Sequence[str] | None = None, *, own_group: bool = True) -> None:
+    """Run ``train`` on this rank with the process group up; rank 0 prints its outcome as one line of JSON.
+
+    Args:
+        own_group: False for a program that brings the process group up by itself (Accelerate, Lightning).
+    """
+    arguments = parse(train, argv)
+    if own_group:
+        with process_group():
+            outcome = train(**arguments)
+    else:
+        outcome = train(**arguments)
+    if outcome.rank == 0:
+        print(json.dumps(asdict(outcome)))
+        sys.stdout.flush()

@@ -1,0 +1,85 @@
+"""The same training with Lightning, which starts its ranks by itself: ``ddp`` runs this program again once a rank,
+``ddp_spawn`` starts fresh interpreters and must pickle what they need."""
+
+from __future__ import annotations
+
+import lightning
+import torch
+from torch.utils.data import DataLoader
+
+from course_lib.data import GlobalBatches
+from course_lib.models import tiny_llama
+from course_lib.training.command_line import run
+from course_lib.training.outcome import Outcome
+
+
+class TinyLlama(lightning.LightningModule):
+    """The tiny Llama with its loss and optimizer, as Lightning wants them."""
+
+    def __init__(self, lr: float, seed: int) -> None:
+        super().__init__()
+        self.lr = lr
+        self.model = tiny_llama(seed=seed)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.losses.append(self.trainer.strategy.reduce(loss.detach(), reduce_op="mean").item())
+        if batch_idx == 0:
+            wrapper = type(self.trainer.strategy.model).__name__
+            print(f"rank {self.global_rank} of {self.trainer.world_size}: {wrapper}", flush=True)
+        return loss
+
+    def on_train_end(self) -> None:
+        if self.global_rank == 0:
+            print(f"{self.trainer.strategy.strategy_name} losses: {[round(x, 6) for x in self.losses]}", flush=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def train(
+    *,
+    strategy: str = "ddp",
+    ranks: int = 2,
+    steps: int = 5,
+    global_batch: int = 8,
+    seq_len: int = 128,
+    lr: float = 1e-3,
+    seed: int = 0,
+) -> Outcome:
+    """Train the tiny Llama with Lightning's Trainer.
+
+    Args:
+        strategy: ``"ddp"`` or ``"ddp_spawn"``.
+        ranks: processes that the Trainer starts on this machine.
+        steps, global_batch, seq_len, lr, seed: as in ``course_lib.training.ddp``.
+
+    Raises:
+        ValueError: an unknown strategy, or a batch that does not divide into the ranks.
+    """
+    if strategy not in ("ddp", "ddp_spawn"):
+        raise ValueError(f"strategy={strategy!r} is not one of 'ddp', 'ddp_spawn'.")
+    if global_batch % ranks:
+        raise ValueError(f"global_batch={global_batch} does not divide into {ranks} ranks.")
+    micro_batch = global_batch // ranks
+    module = TinyLlama(lr, seed)
+    # Lightning puts a DistributedSampler in: rows 0, 2, 4, … to rank 0 of 2, so a step's global batch stays the same
+    rows = GlobalBatches(steps, global_batch=global_batch, seq_len=seq_len, seed=seed)
+    trainer = lightning.Trainer(
+        accelerator="gpu" if torch.cuda.is_available() else "cpu",
+        devices=ranks,
+        strategy=strategy,
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(rows, batch_size=micro_batch, shuffle=False))
+    wrapper = "DistributedDataParallel" if ranks > 1 else type(module).__name__
+    return Outcome(module.losses, wrapper, trainer.global_rank, trainer.world_size, 0.0, 0.0, {})
+
+
+if __name__ == "__main__":
+    run(train, own_group=False)

@@ -1,0 +1,52 @@
+"""One device, the whole global batch: the oracle that every parallel program of the course is held against."""
+
+from __future__ import annotations
+
+import torch
+
+from course_lib.data import sample_batch
+from course_lib.models import tiny_llama
+from course_lib.observe import observe
+from course_lib.training.command_line import run
+from course_lib.training.outcome import Outcome
+
+
+def train(
+    *, steps: int = 20, global_batch: int = 8, seq_len: int = 128, lr: float = 1e-3, accumulate: int = 1, seed: int = 0
+) -> Outcome:
+    """Train the tiny Llama on one device.
+
+    Args:
+        steps: optimizer steps.
+        global_batch: sequences in one optimizer step.
+        seq_len: tokens a sequence.
+        lr: AdamW's learning rate.
+        accumulate: micro-batches into which the batch is cut, one after another.
+        seed: of the weights and of the order of the data.
+
+    Raises:
+        ValueError: the batch does not divide into the micro-batches.
+    """
+    if global_batch % accumulate:
+        raise ValueError(f"global_batch={global_batch} does not divide into accumulate={accumulate} equal micro-batches.")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = tiny_llama(seed=seed).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    seen = observe(model, optimizer)
+    losses = []
+    for step in range(steps):
+        batch = sample_batch(step, global_batch=global_batch, seq_len=seq_len, seed=seed).to(device)
+        with seen.step(tokens=batch.numel()):
+            total = 0.0
+            for micro_batch in batch.chunk(accumulate):
+                loss = model(input_ids=micro_batch, labels=micro_batch).loss / accumulate
+                loss.backward()
+                total += loss.item()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(total)
+    return Outcome(losses, type(model).__name__, 0, 1, seen.median_step, seen.tokens_per_second, seen.memory)
+
+
+if __name__ == "__main__":
+    run(train, own_group=False)
