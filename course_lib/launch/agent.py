@@ -5,26 +5,15 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import multiprocessing.spawn
 import os
+import signal
 import threading
 from typing import Any
 
 from course_lib.launch import rank as rank_program
 
-# Imported once, in the forkserver; a rank is then a fork that has them. Slow to import, used by nearly every lesson.
-PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch.distributed.elastic.multiprocessing.api",
-    "torch.nn.parallel",
-    "cloudpickle",
-    "numpy",
-    "transformers.models.llama.modeling_llama",
-    "course_lib.launch.rank",
-    "course_lib.observe.collectives",
-    "course_lib.observe.memory",
-]
 _starting = threading.Lock()
 _in_agent = threading.local()
 
@@ -38,8 +27,13 @@ def warm() -> None:
     """Start the forkserver, which then imports PyTorch and Transformers beside the notebook. Returns at once."""
     with _starting:
         if not is_warm():
-            multiprocessing.set_forkserver_preload(PRELOAD)
-        multiprocessing.forkserver.ensure_running()
+            multiprocessing.set_forkserver_preload(["course_lib.launch.preload"])
+        multiprocessing.resource_tracker.ensure_running()  # it unblocks SIGINT, so it comes first
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:  # the server starts with Ctrl-C blocked, until it ignores it
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Agent(threading.Thread):
@@ -129,7 +123,8 @@ def _register_rendezvous() -> None:
 
 def _quiet_agent_log() -> None:
     """The agent's own log repeats, at length and under a stack of its own, what the failure report says in a line."""
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)
+    for name in ("torch.multiprocessing.spawn", "torchelastic-events-null"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
 import resource
@@ -14,9 +15,8 @@ import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
-from course_lib.launch.group import LOOPBACK, choose_backend, process_group
+from course_lib.launch.group import LOOPBACK, process_group
 
 # What a rank hears when a *peer* died or left: an effect of somebody else's failure, hardly ever the cause.
 PEER_LOST = (
@@ -42,6 +42,8 @@ class Job:
     timeout: float
     notebook: int  # process id of who launched
     environment: dict[str, str]
+    folder: str  # the notebook's working folder
+    path: list[str]  # the notebook's sys.path
     threads: int
 
 
@@ -58,10 +60,20 @@ class Failure:
     lost_peer: bool = False
 
 
+_in_rank = False
+
+
+def inside_a_rank() -> bool:
+    """True in a process that :func:`main` runs in."""
+    return _in_rank
+
+
 def main(folder: str) -> None:
     """Entry point that the elastic agent starts in each rank. ``folder``: the launch's private folder."""
     import cloudpickle
 
+    global _in_rank
+    _in_rank = True
     rank = int(os.environ["RANK"])
     os.setpgid(0, 0)  # a process group of its own: whatever this rank starts ends with it
     with open(f"{folder}/pid{rank}", "w") as file:
@@ -70,11 +82,14 @@ def main(folder: str) -> None:
         job: Job = cloudpickle.loads(file.read())
     _die_with(job.notebook, folder)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the notebook, which then ends the ranks
-    stacks = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115 - faulthandler writes to it until the rank ends
+    stacks = open(f"{folder}/stack{rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
     _take_environment(job.environment)
+    os.chdir(job.folder)
+    sys.path[:] = job.path
+    importlib.invalidate_caches()  # the forkserver looked into the folders before the notebook wrote its last module
     failure = _run(rank, job, folder)
     if failure is not None:
         _write(f"{folder}/error{rank}", json.dumps(asdict(failure)).encode())
@@ -190,6 +205,3 @@ def _wait_for_end_of(pid: int) -> None:
         except ProcessLookupError:
             return
         time.sleep(0.5)
-
-
-__all__ = ["Failure", "Job", "choose_backend", "main"]

@@ -6,21 +6,18 @@ import contextlib
 import difflib
 import inspect
 import os
-import shutil
-import signal
-import tempfile
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from course_lib.launch import agent, failures
+from course_lib.launch import agent, failures, watch
+from course_lib.launch import rank as rank_program
 from course_lib.launch.group import choose_backend
-from course_lib.launch.output import Stream, ranks_in_words, to_cell
-from course_lib.launch.rank import GRACE, Job
+from course_lib.launch.output import Stream, to_cell
+from course_lib.launch.rank import Job
 from course_lib.observe.collectives import Collective
-
-JOIN_SECONDS = 120.0  # ranks that have not met by then never will; the first start imports PyTorch, on a busy machine
 
 
 @dataclass
@@ -79,29 +76,37 @@ def launch(
         RanksHung: the timeout passed; the message says who waits where for whom.
         ValueError: ranks or timeout that make no sense, more NCCL ranks than GPUs.
         TypeError: a function or result that cannot travel, an argument that the function does not take.
+        RuntimeError: called inside a rank.
     """
+    if rank_program.inside_a_rank():
+        raise RuntimeError(
+            "launch() was called inside a rank: the ranks are up already. Use torch.distributed here, or call launch() "
+            "from the notebook (in a script: below `if __name__ == \"__main__\":`)."
+        )
     _check(function, ranks, timeout, args, kwargs)
+    began = time.perf_counter()
+    if not quiet and not agent.is_warm():
+        to_cell("launch: the first of this session; a server imports PyTorch and Transformers once, a few seconds")
+    agent.warm()  # before this process imports PyTorch itself: both at once
     chosen = choose_backend(ranks, backend)
     function_bytes = _pack(function, args, kwargs)
     threads = max(1, (os.cpu_count() or 1) // ranks)
     device = "one GPU a rank" if chosen == "nccl" else f"CPU, {threads} thread{'s' * (threads > 1)} a rank"
     summary = f"{ranks} rank{'s' * (ranks > 1)}, {chosen}, {device}"
     if not quiet:
-        first = "" if agent.is_warm() else " (first launch of this session: importing PyTorch once, a few seconds)"
-        to_cell(f"launch: {summary}{first}")
-    began = time.perf_counter()
-    agent.warm()
-    folder = tempfile.mkdtemp(prefix="beyond-one-gpu-")  # mode 0700: nobody else reads or joins
+        to_cell(f"launch: {summary}")
+    place = os.getcwd(), list(sys.path)
+    job = Job(function_bytes, ranks, chosen, timeout, os.getpid(), dict(os.environ), *place, threads)
+    folder = watch.Folder()
+    thread = agent.Agent(folder.path, ranks)
     try:
-        job = Job(function_bytes, ranks, chosen, timeout, os.getpid(), dict(os.environ), threads)
-        _write_job(folder, job)
-        stream = Stream(f"{folder}/logs", ranks, None if quiet else to_cell)
-        exit_codes = _watch(folder, ranks, timeout, stream)
-        outcome = _read_results(folder, ranks, exit_codes)
+        _write_job(folder.path, job)
+        stream = Stream(f"{folder.path}/logs", ranks, None if quiet else to_cell)
+        exit_codes = watch.follow(thread, timeout, stream)
+        outcome = _read_results(folder.path, ranks, exit_codes)
         return _assemble(outcome, stream.logs, time.perf_counter() - began, summary, chosen, ranks)
     finally:
-        _end(folder, ranks)
-        shutil.rmtree(folder, ignore_errors=True)
+        watch.clean_up(thread, folder)
 
 
 def _check(function: Any, ranks: Any, timeout: Any, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -160,7 +165,7 @@ def _culprit(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) 
     for name, value in named.items():
         try:
             cloudpickle.dumps(value)
-        except Exception:  # noqa: BLE001 - any refusal names it
+        except Exception:
             return f"{name} ({type(value).__name__})"
     return None
 
@@ -172,66 +177,6 @@ def _write_job(folder: str, job: Job) -> None:
         file.write(cloudpickle.dumps(job))
 
 
-def _watch(folder: str, ranks: int, timeout: float, stream: Stream) -> dict[int, int]:
-    """Follow the ranks to their end, one way or another. Returns the exit codes that the agent saw."""
-    thread = agent.Agent(folder, ranks)
-    thread.start()
-    joined_at: float | None = None
-    started, failed_at = time.monotonic(), None
-    try:
-        while thread.is_alive():
-            thread.join(0.02)
-            stream.pump()
-            now = time.monotonic()
-            if joined_at is None and all(os.path.exists(f"{folder}/joined{r}") for r in range(ranks)):
-                joined_at = now
-            if failed_at is None and any(os.path.exists(f"{folder}/error{r}") for r in range(ranks)):
-                failed_at = now
-            if failed_at is not None and now - failed_at > 2 * GRACE:
-                _end(folder, ranks)  # the agent asks politely and waits; a rank deep in a library does not hear it
-            elif joined_at is not None and now - joined_at > timeout:
-                _read_stacks(folder, ranks)
-                raise failures.hung(folder, ranks, timeout)
-            elif joined_at is None and failed_at is None and now - started > max(timeout, JOIN_SECONDS):
-                missing = [r for r in range(ranks) if not os.path.exists(f"{folder}/joined{r}")]
-                raise failures.RanksHung(
-                    f"{ranks_in_words(missing)} did not join the process group within {now - started:.0f} s. "
-                    "Is the machine out of memory, or very busy?"
-                )
-    finally:
-        give_up = time.monotonic() + 10
-        while thread.is_alive() and time.monotonic() < give_up:  # Ctrl-C or a timeout
-            _end(folder, ranks)  # again and again: a rank that was just starting had no pid file yet
-            thread.join(0.1)
-        stream.pump(final=True)
-    if thread.error is not None:
-        raise thread.error
-    return thread.failed
-
-
-def _read_stacks(folder: str, ranks: int) -> None:
-    """Ask every rank for its stack; the answer is written by a C signal handler, so a rank stuck in C answers too."""
-    _signal(folder, ranks, signal.SIGUSR1, whole_group=False)
-    deadline = time.monotonic() + 1.0
-    expected = [f"{folder}/stack{r}" for r in range(ranks) if not os.path.exists(f"{folder}/result{r}")]
-    while time.monotonic() < deadline and not all(os.path.exists(p) and os.path.getsize(p) for p in expected):
-        time.sleep(0.02)
-    time.sleep(0.05)  # a stack longer than a page arrives in pieces
-
-
-def _end(folder: str, ranks: int) -> None:
-    """End every rank's process group; those that have ended already are no matter."""
-    _signal(folder, ranks, signal.SIGKILL, whole_group=True)
-
-
-def _signal(folder: str, ranks: int, which: signal.Signals, *, whole_group: bool) -> None:
-    for rank in range(ranks):
-        with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):
-            with open(f"{folder}/pid{rank}") as file:
-                pid = int(file.read())
-            (os.killpg if whole_group else os.kill)(pid, which)
-
-
 def _read_results(folder: str, ranks: int, exit_codes: dict[int, int]) -> list[tuple[Any, dict[str, Any]]]:
     import cloudpickle
 
@@ -240,7 +185,14 @@ def _read_results(folder: str, ranks: int, exit_codes: dict[int, int]) -> list[t
     outcome = []
     for rank in range(ranks):
         with open(f"{folder}/result{rank}", "rb") as file:
-            outcome.append(cloudpickle.loads(file.read()))
+            try:
+                outcome.append(cloudpickle.load(file))
+            except Exception as error:  # what the object's own __setstate__ raises
+                raise TypeError(
+                    f"what rank {rank} returned cannot be put together again outside its process group "
+                    f"({type(error).__name__}: {error}). Return plain values or tensors: numbers, lists, dicts; of a "
+                    "DTensor its .to_local() or .full_tensor()."
+                ) from None
     return outcome
 
 

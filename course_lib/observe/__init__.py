@@ -3,6 +3,18 @@
 from course_lib.observe.collectives import Collective
 from course_lib.observe.memory import MemoryProbe, tensor_bytes
 from course_lib.observe.steps import Observation, observe
+from course_lib.observe.trace import Span, overlap_seconds, trace_step
 from course_lib.observe.wire import WireMeter, sent_bytes
 
-__all__ = ["Collective", "MemoryProbe", "Observation", "WireMeter", "observe", "sent_bytes", "tensor_bytes"]
+__all__ = [
+    "Collective",
+    "MemoryProbe",
+    "Observation",
+    "Span",
+    "WireMeter",
+    "observe",
+    "overlap_seconds",
+    "sent_bytes",
+    "tensor_bytes",
+    "trace_step",
+]

@@ -1,8 +1,9 @@
 """Every collective that a rank issues: kind, bytes, seconds.
 
 PyTorch sends each collective, also those that DDP's C++ reducer and FSDP start by themselves, through its dispatcher
-as an operator of the ``c10d`` namespace. A kernel registered at the autograd key sees the call, notes it and hands it
-on unchanged: nothing is replaced, no other operator pays for it, and neither the model nor the training loop knows.
+as an operator of the ``c10d`` namespace. A kernel registered at ``BackendSelect``, the last stop before the device's
+own kernel, sees the call, notes it and hands it on unchanged: nothing is replaced, no other operator pays for it, and
+neither the model nor the training loop knows. (An autograd key would miss what runs under ``torch.inference_mode``.)
 """
 
 from __future__ import annotations
@@ -115,9 +116,13 @@ class Recorder:
             packet = getattr(torch.ops.c10d, name, None)
             if packet is None:  # operators come and go between torch 2.11 and 2.15
                 continue
-            for key in ("AutogradCPU", "AutogradCUDA"):
-                self._library.impl(name, self._kernel(packet.default, kind, argument), key, with_keyset=True)
+            self._library.impl(name, self._kernel(packet.default, kind, argument), "BackendSelect", with_keyset=True)
         return self
+
+    def remove(self) -> None:
+        """Note nothing more; what is in flight still gets its seconds."""
+        self._library._destroy()
+        self._library = None
 
     def _kernel(self, op: Any, kind: str, argument: str) -> Callable[..., Any]:
         import torch
@@ -125,7 +130,7 @@ class Recorder:
         names = [a.name for a in op._schema.arguments]
         group_at = names.index("process_group")
         tensor_at = names.index(argument) if argument in names else None
-        after_autograd = torch._C._after_autograd_keyset
+        device_kernel = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
         def noted(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             values = dict(zip(names, args, strict=False)) | kwargs
@@ -139,7 +144,7 @@ class Recorder:
             )
             self.log.append(record)
             self._beat(record)
-            result = op.redispatch(keyset & after_autograd, *args, **kwargs)
+            result = op.redispatch(keyset & device_kernel, *args, **kwargs)
             self._note_end(record, result[-1] if isinstance(result, (tuple, list)) else result)
             return result
 

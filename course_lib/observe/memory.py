@@ -7,7 +7,7 @@ apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +23,13 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
     A DTensor counts with its local shard.
     """
-    seen: dict[int, int] = {}
-    for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        storage = local.untyped_storage()
-        if storage.nbytes():
-            seen[storage.data_ptr()] = storage.nbytes()
-    return sum(seen.values())
+    storages = [storage_of(tensor) for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The memory behind a tensor; behind a DTensor that of its local shard."""
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -54,7 +54,8 @@ class MemoryProbe:
     """Measures one training step of ``model`` and ``optimizer``; use as ``with probe.measure(): <one step>``."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model = model
+        self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it, and steps the inner one
         self.bytes: dict[str, int] = {}
 
     def resident(self) -> dict[str, int]:
@@ -62,40 +63,37 @@ class MemoryProbe:
         params = list(self.model.parameters())
         return {
             "parameters": tensor_bytes([*params, *self.model.buffers()]),
-            "gradients": tensor_bytes(p.grad for p in params if p.grad is not None),
+            "gradients": self._gradient_bytes(),
             "optimizer_state": tensor_bytes(optimizer_tensors(self.optimizer)) if self.optimizer else 0,
             "ddp_buckets": bucket_bytes(self.model),
         }
 
+    def _gradient_bytes(self) -> int:
+        return tensor_bytes(p.grad for p in self.model.parameters() if p.grad is not None)
+
     @contextmanager
-    def measure(self):
+    def measure(self) -> Iterator[MemoryProbe]:
         """Around one whole step: forward, backward, optimizer step."""
         import torch
 
+        from course_lib.observe.profiler import RawEvents
+
         on_cuda = any(p.is_cuda for p in self.model.parameters())
-        held = tensor_bytes([*self.model.parameters(), *self.model.buffers()])
         before = self.resident()
-        saved: dict[int, int] = {}
-        gradients = [0]
+        saved = _SavedForBackward(self.model)
+        gradients = 0
 
         def note_gradients(*_: Any) -> None:
-            gradients[0] = tensor_bytes(p.grad for p in self.model.parameters() if p.grad is not None)
-
-        own = {t.untyped_storage().data_ptr() for t in [*self.model.parameters(), *self.model.buffers()]
-               if not hasattr(t, "to_local")}  # fmt: skip
-
-        def note_saved(tensor: torch.Tensor) -> torch.Tensor:
-            if not hasattr(tensor, "to_local"):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in own:
-                    saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
+            nonlocal gradients
+            gradients = self._gradient_bytes()
 
         with ExitStack() as stack:
             if self.optimizer is not None:
-                hook = self.optimizer.register_step_pre_hook(note_gradients)
-                stack.callback(hook.remove)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(note_saved, lambda tensor: tensor))
+                stack.callback(self.optimizer.register_step_pre_hook(note_gradients).remove)
+            for module in self.model.modules():
+                if module._parameters:
+                    stack.callback(module.register_forward_pre_hook(saved.note_own).remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack))
             if on_cuda:
                 torch.cuda.reset_peak_memory_stats()
                 yield self
@@ -104,50 +102,75 @@ class MemoryProbe:
                     "peak_reserved": torch.cuda.max_memory_reserved(),
                 }
             else:
-                profiler = stack.enter_context(_allocator_events())
+                recording = stack.enter_context(RawEvents(memory=True))
                 yield self
-                profiler.stop()
-                peak = {"peak": sum(before.values()) + _highest(profiler)}
+                recording.stop()
+                peak = {"peak": sum(before.values()) + _highest(recording.events)}
         after = self.resident()
         self.bytes = {
-            "parameters": held,
-            "gradients": gradients[0] or after["gradients"],
+            "parameters": before["parameters"],
+            "gradients": gradients or after["gradients"],
             "optimizer_state": after["optimizer_state"],
             "ddp_buckets": after["ddp_buckets"],
-            "activations": sum(saved.values()),
+            "activations": saved.highest,
             **peak,
         }
         _found.append(self.bytes)
 
 
-class _allocator_events:
-    """The CPU allocator's every allocation and release, by kineto, without operators' shapes or stacks."""
-
-    def __enter__(self) -> _allocator_events:
-        from torch.autograd.profiler import profile
-
-        self._profile = profile(use_kineto=True, profile_memory=True)
-        self._profile.__enter__()
-        self._running = True
-        return self
-
-    def stop(self) -> None:
-        if self._running:
-            self._running = False
-            self._profile.__exit__(None, None, None)
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-
-def _highest(events: _allocator_events) -> int:
+def _highest(events: list[Any]) -> int:
     """Highest sum of bytes above the start, in the order of time."""
-    told = [e for e in events._profile.kineto_results.events() if e.name() == "[memory]"]
     now = highest = 0
-    for event in sorted(told, key=lambda e: e.start_ns()):
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         now += event.nbytes()
         highest = max(highest, now)
     return highest
+
+
+class _Kept:
+    """What autograd holds in place of a tensor that the backward pass needs; gone when autograd lets go of it."""
+
+    __slots__ = ("tensor", "_book", "_storage")
+
+    def __init__(self, tensor: torch.Tensor, book: _SavedForBackward, storage: int) -> None:
+        self.tensor, self._book, self._storage = tensor, book, storage
+
+    def __del__(self) -> None:
+        self._book.release(self._storage)
+
+
+class _SavedForBackward:
+    """Bytes that autograd keeps for the backward pass, the model's own parameters and buffers left out."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._own = {storage_of(t)._cdata for t in [*model.parameters(), *model.buffers()]}
+        self._users: dict[int, list[int]] = {}  # storage -> [how many saved tensors lie in it, its bytes]
+        self.now = self.highest = 0
+
+    def note_own(self, module: torch.nn.Module, _: Any) -> None:
+        """Before a module's forward: FSDP has just put the gathered parameters in the place of the shards."""
+        self._own |= {storage_of(p)._cdata for p in module._parameters.values() if p is not None}
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        storage = storage_of(tensor)
+        if storage._cdata in self._own:
+            return tensor
+        if storage._cdata not in self._users:
+            self._users[storage._cdata] = [0, storage.nbytes()]
+            self.now += storage.nbytes()
+            self.highest = max(self.highest, self.now)
+        self._users[storage._cdata][0] += 1
+        return _Kept(tensor, self, storage._cdata)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        return packed.tensor if isinstance(packed, _Kept) else packed
+
+    def release(self, storage: int) -> None:
+        users = self._users[storage]
+        users[0] -= 1
+        if not users[0]:
+            self.now -= users[1]
+            del self._users[storage]
 
 
 def start_process_peak() -> None:

@@ -29,9 +29,10 @@ def sent_bytes() -> int | None:
         try:
             if not stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
                 continue
-            connection = socket.socket(fileno=os.dup(int(name)))
+            descriptor = os.dup(int(name))
         except OSError:  # closed between the listing and the look
             continue
+        connection = socket.socket(fileno=descriptor)
         with connection:
             if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
                 continue

@@ -52,7 +52,7 @@ def train(
     rows = GlobalBatches(steps, global_batch=global_batch, seq_len=seq_len, seed=seed)
     loader = DataLoader(rows, batch_size=micro_batch, shuffle=False)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    seen = observe(model, optimizer)
+    seen = observe(model, optimizer.optimizer)  # the AdamW inside Accelerate's wrapper
     losses, total = [], torch.zeros((), device=accelerator.device)
     batches = iter(loader)
     for _ in range(steps):

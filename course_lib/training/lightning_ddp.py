@@ -16,9 +16,9 @@ from course_lib.training.outcome import Outcome
 class TinyLlama(lightning.LightningModule):
     """The tiny Llama with its loss and optimizer, as Lightning wants them."""
 
-    def __init__(self, lr: float, seed: int) -> None:
+    def __init__(self, lr: float, seed: int, strategy: str) -> None:
         super().__init__()
-        self.lr = lr
+        self.lr, self.strategy = lr, strategy
         self.model = tiny_llama(seed=seed)
         self.losses: list[float] = []
 
@@ -32,7 +32,7 @@ class TinyLlama(lightning.LightningModule):
 
     def on_train_end(self) -> None:
         if self.global_rank == 0:
-            print(f"{self.trainer.strategy.strategy_name} losses: {[round(x, 6) for x in self.losses]}", flush=True)
+            print(f"{self.strategy} losses: {[round(x, 6) for x in self.losses]}", flush=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
@@ -63,7 +63,7 @@ def train(
     if global_batch % ranks:
         raise ValueError(f"global_batch={global_batch} does not divide into {ranks} ranks.")
     micro_batch = global_batch // ranks
-    module = TinyLlama(lr, seed)
+    module = TinyLlama(lr, seed, strategy)
     # Lightning puts a DistributedSampler in: rows 0, 2, 4, … to rank 0 of 2, so a step's global batch stays the same
     rows = GlobalBatches(steps, global_batch=global_batch, seq_len=seq_len, seed=seed)
     trainer = lightning.Trainer(

@@ -28,7 +28,9 @@ def train(
         ValueError: the batch does not divide into the micro-batches.
     """
     if global_batch % accumulate:
-        raise ValueError(f"global_batch={global_batch} does not divide into accumulate={accumulate} equal micro-batches.")
+        raise ValueError(
+            f"global_batch={global_batch} does not divide into accumulate={accumulate} equal micro-batches."
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = tiny_llama(seed=seed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)

@@ -1,0 +1,1 @@
+"""What each exercise must show: one module a lab, one function an exercise."""

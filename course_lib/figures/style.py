@@ -1,0 +1,72 @@
+"""One look for every picture of the course, and pictures that carry their own description."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from IPython.display import Image
+    from matplotlib.figure import Figure
+
+# Okabe & Ito's palette, ordered so that neighbours also differ in lightness when printed grey
+COLOURS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#000000"]
+MARKERS = ["o", "s", "^", "D", "v", "P", "x"]
+LINES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))]
+HATCHES = ["", "//", "..", "xx", "\\\\", "++", "oo"]
+DPI = 110
+
+
+def new_figure(width: float = 7.5, height: float = 3.4, *, rows: int = 1, columns: int = 1) -> tuple[Figure, list]:
+    """A figure in the course's style; sizes in inches. Returns the figure and a flat list of its axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=DPI)
+    FigureCanvasAgg(figure)  # no pyplot: nothing is kept in a global list, nothing shows twice
+    axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+        axis.set_axisbelow(True)
+    return figure, axes
+
+
+def picture(figure: Figure, alt: str) -> Image:
+    """The figure as a PNG for the page, with ``alt`` as its text for readers who do not see it.
+
+    Raises:
+        ValueError: no description.
+    """
+
+    if not alt.strip():
+        raise ValueError("A figure needs its alternative text: one sentence that says what it shows.")
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=DPI)
+    return _Described(data=file.getvalue(), format="png", alt=alt)
+
+
+def _described_class() -> type:
+    from IPython.display import Image
+
+    class Described(Image):
+        def _repr_mimebundle_(self, include=None, exclude=None):
+            bundle, metadata = super()._repr_mimebundle_(include=include, exclude=exclude)
+            return {**bundle, "text/plain": f"Figure: {self.alt}"}, metadata
+
+        def __repr__(self) -> str:
+            return f"Figure: {self.alt}"
+
+    return Described
+
+
+def _Described(**kwargs):
+    return _described_class()(**kwargs)
+
+
+def nice_bytes(value: float) -> str:
+    """``5767168`` -> ``"5.50 MiB"``."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(value) >= size:
+            return f"{value / size:.2f} {unit}"
+    return f"{value:.0f} bytes"

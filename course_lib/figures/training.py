@@ -1,0 +1,107 @@
+"""Losses, throughput, and the timeline of a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from course_lib.figures.style import COLOURS, HATCHES, LINES, MARKERS, new_figure, picture
+
+if TYPE_CHECKING:
+    from IPython.display import Image
+
+KINDS = {  # what a span of a timeline is -> (colour, hatch)
+    "forward": (COLOURS[4], ""),
+    "backward": (COLOURS[0], ""),
+    "optimizer": (COLOURS[2], ".."),
+    "collective": (COLOURS[1], "//"),
+}
+
+
+def losses(series: Mapping[str, Sequence[float]], *, title: str = "Loss of the global batch") -> Image:
+    """Loss against optimizer step, one line a method. Lines that coincide are told apart by their markers."""
+    figure, (axis,) = new_figure()
+    for i, (name, values) in enumerate(series.items()):
+        axis.plot(
+            range(1, len(values) + 1), values, label=name, color=COLOURS[i % 7], linestyle=LINES[i % 7],
+            marker=MARKERS[i % 7], markersize=10 - 1.5 * min(i, 4), markerfacecolor="none", linewidth=1.3,
+        )  # fmt: skip
+    axis.set(xlabel="optimizer step", ylabel="loss (nats a byte)", title=title)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.legend(frameon=False)
+    ends = "; ".join(f"{name} from {v[0]:.3f} to {v[-1]:.3f}" for name, v in series.items())
+    return picture(figure, f"{title}, by optimizer step: {ends}.")
+
+
+def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str) -> Image:
+    """What each rank computes (upper bar) and what it has on the wire (lower bar), over the milliseconds of one step.
+
+    Args:
+        spans_by_rank: for each rank, spans with ``kind``, ``start`` and ``end`` in seconds on one clock.
+    """
+    from matplotlib.patches import Patch
+
+    ranks = len(spans_by_rank)
+    zero = min(span.start for spans in spans_by_rank for span in spans)
+    figure, (axis,) = new_figure(height=1.1 + 0.85 * ranks)
+    axis.grid(False)
+    ticks, names, shown = [], [], set()
+    for rank, spans in enumerate(spans_by_rank):
+        base = (ranks - 1 - rank) * 2.4
+        for span in spans:
+            if span.kind not in KINDS:
+                continue
+            colour, hatch = KINDS[span.kind]
+            shown.add(span.kind)
+            low = base + (0 if span.kind == "collective" else 1.0)
+            bar = [((span.start - zero) * 1e3, (span.end - span.start) * 1e3)]
+            axis.broken_barh(bar, (low, 0.85), facecolors=colour, edgecolor="white", hatch=hatch, linewidth=0.4)
+        ticks += [base + 1.4, base + 0.4]
+        names += [f"rank {rank} computes", f"rank {rank} all-reduces"]
+    axis.set_yticks(ticks, names)
+    axis.set(xlabel="time (ms)", title=title)
+    patches = [Patch(facecolor=KINDS[k][0], hatch=KINDS[k][1], edgecolor="white", label=k) for k in KINDS if k in shown]
+    axis.legend(handles=patches, frameon=False, ncols=len(patches), loc="upper center", bbox_to_anchor=(0.5, -0.22))
+    end = max(span.end for spans in spans_by_rank for span in spans)
+    count = sum(span.kind == "collective" for span in spans_by_rank[0])
+    return picture(
+        figure,
+        f"{title}: timeline of {ranks} ranks over {(end - zero) * 1e3:.0f} ms; rank 0 runs {count} all-reduces, drawn "
+        "under the computation during which they travel.",
+    )
+
+
+def throughput(
+    ranks: Sequence[int], measured: Sequence[float], *, title: str, notes: Mapping[str, Sequence[float]] | None = None
+) -> Image:
+    """Tokens a second against ranks, beside the straight line that one rank promises.
+
+    Args:
+        ranks: number of ranks.
+        measured: tokens a second of all ranks together.
+        notes: further lines (a model's prediction, say), name to values.
+    """
+    figure, (axis,) = new_figure()
+    ideal = [measured[0] / ranks[0] * n for n in ranks]
+    axis.plot(ranks, ideal, color="#777777", linestyle=":", label="ranks x one rank")
+    for i, (name, values) in enumerate({"measured": measured, **(notes or {})}.items()):
+        axis.plot(ranks, values, color=COLOURS[i], linestyle=LINES[i], marker=MARKERS[i], label=name)
+    axis.set(xlabel="ranks", ylabel="tokens per second", title=title, ylim=(0, None))
+    axis.set_xticks(list(ranks))
+    axis.legend(frameon=False)
+    pairs = ", ".join(f"{n} ranks {v:,.0f}" for n, v in zip(ranks, measured, strict=True))
+    return picture(figure, f"{title}: tokens per second by ranks, measured {pairs}; the straight line is dotted.")
+
+
+def bars(values: Mapping[str, float], *, ylabel: str, title: str, height: float = 3.0) -> Image:
+    """One labelled bar a name, with its figure on top."""
+    figure, (axis,) = new_figure(height=height)
+    drawn = axis.bar(list(values), list(values.values()), color=[COLOURS[i % 7] for i in range(len(values))], width=0.6)
+    for i, bar in enumerate(drawn):
+        bar.set_hatch(HATCHES[i % 7])
+        bar.set_edgecolor("white")
+    axis.bar_label(drawn, labels=[f"{v:,.4g}" for v in values.values()], padding=2)
+    axis.set(ylabel=ylabel, title=title)
+    axis.margins(y=0.15)
+    told = ", ".join(f"{name} {value:,.4g}" for name, value in values.items())
+    return picture(figure, f"{title}; {ylabel}: {told}.")

@@ -1,0 +1,39 @@
+"""Imported once, in the forkserver; a rank is then a fork that has all this. Nothing else should import it.
+
+Slow to import and used by nearly every lesson: PyTorch and Transformers. The order is that of need.
+"""
+
+import gc
+import importlib
+import os
+import signal
+
+SLOW = (
+    "torch",
+    "torch.distributed.elastic.multiprocessing.api",
+    "cloudpickle",
+    "course_lib.launch.rank",
+    "course_lib.observe.collectives",
+    "course_lib.observe.memory",
+    "torch.distributed.tensor",
+    "transformers",
+    "transformers.modeling_utils",
+    "transformers.models.llama.modeling_llama",
+)
+
+# A notebook's interrupt goes to its whole process group; it means the cell, not the server. warm() blocked the signal
+# for the time before this line.
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+_notebook = os.getppid()
+gc.disable()  # an import creates many objects and frees few: looking for garbage meanwhile costs a fifth of the time
+for _name in SLOW:
+    try:
+        importlib.import_module(_name)
+    except Exception:  # a package that is missing or broken is reported by the rank that needs it
+        continue
+    if os.getppid() != _notebook:  # the notebook was killed meanwhile: nobody waits for this any more
+        os._exit(0)
+gc.freeze()  # what a fork never collects it never writes to, and so keeps sharing
+gc.enable()

@@ -1,0 +1,132 @@
+"""Follow the ranks of one launch to their end, one way or another, and leave nothing of them behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+
+from course_lib.launch import agent, failures
+from course_lib.launch.output import Stream, ranks_in_words
+from course_lib.launch.rank import GRACE
+
+JOIN_SECONDS = 120.0  # ranks that have not met by then never will; the first start imports PyTorch, on a busy machine
+PREFIX = "beyond-one-gpu-"
+
+
+class Folder:
+    """The private folder of one launch (mode 0700: nobody else reads or joins), locked for as long as it is in use."""
+
+    def __init__(self) -> None:
+        _sweep()
+        self.path = tempfile.mkdtemp(prefix=PREFIX)
+        self._lock = os.open(f"{self.path}/lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _sweep() -> None:
+    """Remove the folders of notebooks that were killed before their first rank was there to do it."""
+    for path in glob.glob(f"{tempfile.gettempdir()}/{PREFIX}*"):
+        try:
+            status = os.stat(path)
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < 60:  # perhaps not locked yet
+                continue
+            handle = os.open(f"{path}/lock", os.O_RDWR)
+        except OSError:  # somebody else's, or gone already
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:  # in use
+            continue
+        finally:
+            os.close(handle)
+
+
+def follow(thread: agent.Agent, timeout: float, stream: Stream) -> dict[int, int]:
+    """Run the agent and show the ranks' output until they have ended. Returns the exit codes that the agent saw.
+
+    Raises:
+        RanksHung: ``timeout`` seconds after the last rank joined; or the ranks never met.
+    """
+    folder, ranks = thread.folder, thread.ranks
+    started, joined_at, failed_at = time.monotonic(), None, None
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.02)
+            stream.pump()
+            now = time.monotonic()
+            if joined_at is None and all(os.path.exists(f"{folder}/joined{r}") for r in range(ranks)):
+                joined_at = now
+            if failed_at is None and any(os.path.exists(f"{folder}/error{r}") for r in range(ranks)):
+                failed_at = now
+            if failed_at is not None:
+                if now - failed_at > 2 * GRACE:  # the agent asks politely; a rank deep in a library does not hear it
+                    end_ranks(folder, ranks)
+            elif joined_at is not None and now - joined_at > timeout:
+                _read_stacks(folder, ranks)
+                raise failures.hung(folder, ranks, timeout)
+            elif joined_at is None and now - started > max(timeout, JOIN_SECONDS):
+                missing = [r for r in range(ranks) if not os.path.exists(f"{folder}/joined{r}")]
+                raise failures.RanksHung(
+                    f"{ranks_in_words(missing)} did not join the process group within {now - started:.0f} s. "
+                    "Is the machine out of memory, or very busy?"
+                )
+    finally:
+        stream.pump(final=True)
+    if thread.error is not None:
+        raise thread.error
+    return thread.failed
+
+
+def clean_up(thread: agent.Agent, folder: Folder) -> None:
+    """End what is left of the ranks and remove the folder.
+
+    The work is done by a thread of its own: Ctrl-C, also a second and a third, interrupts only the wait for it.
+    """
+    undertaker = threading.Thread(target=_bury, args=(thread, folder), name="launch-clean-up")
+    undertaker.start()
+    undertaker.join()
+
+
+def _bury(thread: agent.Agent, folder: Folder) -> None:
+    give_up = time.monotonic() + 10
+    end_ranks(thread.folder, thread.ranks)  # also after a good end: a rank may have started children that still run
+    while thread.is_alive() and time.monotonic() < give_up:
+        thread.join(0.05)
+        end_ranks(thread.folder, thread.ranks)  # again: a rank that was just starting had no pid file yet
+    folder.remove()
+
+
+def end_ranks(folder: str, ranks: int) -> None:
+    """End every rank's process group; those that have ended already are no matter."""
+    _signal(folder, ranks, signal.SIGKILL, whole_group=True)
+
+
+def _read_stacks(folder: str, ranks: int) -> None:
+    """Ask every rank for its stack; the answer is written by a C signal handler, so a rank stuck in C answers too."""
+    _signal(folder, ranks, signal.SIGUSR1, whole_group=False)
+    deadline = time.monotonic() + 1.0
+    expected = [f"{folder}/stack{r}" for r in range(ranks) if not os.path.exists(f"{folder}/result{r}")]
+    while time.monotonic() < deadline and not all(os.path.exists(p) and os.path.getsize(p) for p in expected):
+        time.sleep(0.02)
+    time.sleep(0.05)  # a stack longer than a page arrives in pieces
+
+
+def _signal(folder: str, ranks: int, which: signal.Signals, *, whole_group: bool) -> None:
+    for rank in range(ranks):
+        with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):
+            with open(f"{folder}/pid{rank}") as file:
+                pid = int(file.read())
+            (os.killpg if whole_group else os.kill)(pid, which)

@@ -1,0 +1,51 @@
+"""Fixtures for tests that start real ranks."""
+
+from __future__ import annotations
+
+import glob
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
+import os
+import shutil
+import tempfile
+import time
+
+import psutil
+import pytest
+
+
+@pytest.fixture(scope="session")
+def private_tmp():
+    """A temporary folder that only this session writes to; its path is short, for it has to hold sockets."""
+    before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="b1g-tests-")
+    # multiprocessing keeps a folder of its own in there until the interpreter ends, and removes it at priority -100
+    multiprocessing.util.Finalize(None, shutil.rmtree, args=(tempfile.tempdir,), exitpriority=-200)
+    yield tempfile.tempdir
+    tempfile.tempdir = before
+    if variable is None:
+        del os.environ["TMPDIR"]
+    else:
+        os.environ["TMPDIR"] = variable
+
+
+def launch_leftovers(folder: str) -> list[str]:
+    """Descendants of this process, other than the warm server and the tracker, and folders that a launch made."""
+    servers = {
+        multiprocessing.forkserver._forkserver._forkserver_pid,
+        multiprocessing.resource_tracker._resource_tracker._pid,
+    }
+    left = [str(p) for p in psutil.Process().children(recursive=True) if p.pid not in servers]
+    return left + glob.glob(f"{folder}/beyond-one-gpu-*")
+
+
+@pytest.fixture
+def no_leftovers(private_tmp):
+    """After the test no process and no temporary folder of a launch may be left; two seconds of grace."""
+    before = set(launch_leftovers(private_tmp))
+    yield
+    deadline = time.monotonic() + 2
+    while (left := set(launch_leftovers(private_tmp)) - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left

@@ -1,0 +1,245 @@
+"""What a launch that ends well gives back, what travels to the ranks, and what it leaves behind: nothing."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import cloudpickle
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_lib.launch import launch
+from course_lib.launch.output import Stream
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
+pytestmark = pytest.mark.usefixtures("no_leftovers")
+
+
+def sum_of_ranks(offset: float = 0.0) -> float:
+    value = torch.full((256,), dist.get_rank() + offset)
+    dist.all_reduce(value)
+    print("sum", value[0].item())
+    return value[0].item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_what_comes_back(ranks, capsys):
+    began = time.perf_counter()
+    run = launch(sum_of_ranks, ranks=ranks, offset=0.5)
+    took = time.perf_counter() - began
+
+    total = sum(range(ranks)) + 0.5 * ranks
+    assert run.results == [total] * ranks
+    assert run.logs == [f"sum {total}\n"] * ranks
+    assert 0 < max(run.rank_seconds) < run.seconds <= took and len(run.rank_seconds) == ranks
+    assert [(c.rank, c.kind, c.bytes, c.group) for c in run.collectives] == [
+        (rank, "all_reduce", 1024, tuple(range(ranks))) for rank in range(ranks)
+    ]
+    assert all(c.seconds > 0 for c in run.collectives)
+    assert all(memory["max_rss"] > 50e6 for memory in run.memory) and len(run.memory) == ranks
+    assert run.wire_bytes == [0] if ranks == 1 else all(sent > 0 for sent in run.wire_bytes)
+    assert run.stamp["ranks"] == ranks and run.stamp["backend"] == "gloo"
+    assert repr(run).startswith(f"Run({ranks} rank")
+    word = "rank 0" if ranks == 1 else "ranks 0, 1" if ranks == 2 else f"ranks 0-{ranks - 1}"
+    assert f"[{word}] sum {total}\n" in capsys.readouterr().out
+
+
+def test_quiet_shows_nothing_and_keeps_the_logs(capsys):
+    run = launch(sum_of_ranks, ranks=2, quiet=True)
+    assert capsys.readouterr().out == "" and run.logs[1] == "sum 1.0\n"
+
+
+def test_any_function_travels():
+    scale = 3
+
+    def closure(x):
+        return x * scale
+
+    class Counter:
+        def __init__(self, start):
+            self.start = start
+
+        def up(self, x):
+            return self.start + x
+
+    def call_all(functions, counter_class):
+        assert torch.distributed.is_initialized()
+        return [f(2) for f in functions] + [counter_class(10).up(5)]
+
+    functions = [lambda x: x + scale, closure, functools.partial(pow, exp=4), Counter(7).up]
+    assert launch(call_all, functions, Counter, ranks=1).results == [[5, 6, 16, 9, 15]]
+    assert launch(Counter(1).up, 1, ranks=1).results == [2]
+    assert launch(functools.partial(closure, x=4), ranks=2).results == [12, 12]
+    assert launch(lambda: torch.arange(3), ranks=1).results[0].tolist() == [0, 1, 2]
+
+
+def test_ranks_see_the_notebook_as_it_is_now(monkeypatch, tmp_path):
+    launch(sum_of_ranks, ranks=1, quiet=True)  # the server runs from here on
+    monkeypatch.setenv("SET_LATER", "yes")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setenv("RANK", "77")  # what is left from another launcher must not confuse the ranks
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "written_just_now.py").write_text("VALUE = 42\n")
+
+    def look():
+        import written_just_now
+
+        ours = {name: os.environ.get(name) for name in ("SET_LATER", "HOME", "RANK")}
+        return ours, os.getcwd(), written_just_now.VALUE
+
+    for rank, (variables, folder, value) in enumerate(launch(look, ranks=2).results):
+        assert variables == {"SET_LATER": "yes", "HOME": None, "RANK": str(rank)}
+        assert folder == str(tmp_path) and value == 42
+
+
+def test_output_streams_in_order_and_folded(capsys):
+    seen: list[tuple[float, str]] = []
+
+    def talk():
+        print("both say this")
+        print(f"only {dist.get_rank()} says this")
+        print("10%\r50%\r100%")
+        print()
+        sys.stderr.write("from stderr\n")
+        time.sleep(1.0)
+        print("no newline at the end", end="")
+
+    class Clock:
+        def write(self, text):
+            seen.extend((time.perf_counter(), line) for line in text.splitlines() if line)
+
+        def flush(self):
+            pass
+
+    before, sys.stdout = sys.stdout, Clock()
+    try:
+        run = launch(talk, ranks=2)
+    finally:
+        ended, sys.stdout = time.perf_counter(), before
+    shown = [line for _, line in seen]
+    assert shown.count("[ranks 0, 1] both say this") == 1
+    assert {"[rank 0] only 0 says this", "[rank 1] only 1 says this", "[ranks 0, 1] from stderr"} <= set(shown)
+    assert "[ranks 0, 1] 100%" in shown and not any("50%" in line for line in shown)
+    assert shown[-1] == "[ranks 0, 1] no newline at the end"
+    when = {line: at for at, line in seen}
+    assert ended - when["[ranks 0, 1] both say this"] > 0.5, "the line was held back until the run ended"
+    assert "only 1 says this\n100%\n\n" in run.logs[1] and run.logs[1].endswith("no newline at the end")
+
+
+def test_ten_thousand_lines_in_good_time(capsys):
+    def chatter():
+        for i in range(10_000):
+            print("line", i)
+        for _ in range(2_000):
+            print("the same")
+
+    run = launch(chatter, ranks=2)
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in shown if "] line" in line and " 0" in line] == [str(i) for i in range(10_000)]
+    assert sum("the same" in line for line in shown) >= 2_000
+    assert run.logs[0] == run.logs[1] and run.logs[0].count("\n") == 12_000
+    assert run.seconds < 5
+
+
+def test_a_rank_keeps_its_own_order_while_lines_wait_for_company(tmp_path):
+    for rank, text in enumerate(["mine\nours\n", "ours\n"]):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "stdout.log").write_text(text)
+    shown: list[str] = []
+    stream = Stream(str(tmp_path), 2, shown.append)
+    stream.pump()
+    assert shown == []  # "ours" is complete, but "mine" came first
+    stream.pump(final=True)
+    assert shown == ["[rank 0] mine\n[ranks 0, 1] ours"]
+
+
+def test_nothing_listens_for_strangers():
+    def listeners(notebook: int):
+        dist.barrier()
+        found = {}
+        for name, pid in (("rank", os.getpid()), ("server", os.getppid()), ("notebook", notebook)):
+            told = psutil.Process(pid).net_connections()
+            found[name] = [(c.laddr.ip, c.raddr.ip if c.raddr else "") for c in told]
+        dist.barrier()
+        return found
+
+    for found in launch(listeners, os.getpid(), ranks=3).results:
+        assert found["server"] == [] and found["notebook"] == []
+        assert found["rank"]  # gloo's own connections
+        assert {ip for pair in found["rank"] for ip in pair} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1", ""}
+
+
+def test_thirty_launches_and_four_at_once_leave_no_trace(private_tmp):
+    launch(sum_of_ranks, ranks=2, quiet=True)
+
+    def counts():
+        me = psutil.Process()
+        return len(me.children(recursive=True)), me.num_threads(), me.num_fds(), sorted(os.listdir(private_tmp))
+
+    before, runs = counts(), []
+    for _ in range(30):
+        launch(sum_of_ranks, ranks=2, quiet=True)
+    threads = [
+        threading.Thread(target=lambda n=n: runs.append((n, launch(sum_of_ranks, n, ranks=2, quiet=True))))
+        for n in range(4)
+    ]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert sorted((n, run.results) for n, run in runs) == [(n, [1.0 + 2 * n] * 2) for n in range(4)]
+    assert counts() == before
+
+
+SCRIPT = """
+    import os, sys, torch, torch.distributed as dist
+    from course_lib.launch import launch
+
+    print("top level of the script")
+
+    def train(factor):
+        value = torch.ones(2) * (dist.get_rank() + 1) * factor
+        dist.all_reduce(value)
+        return value[0].item()
+
+    print(launch(train, ranks=2, factor=int(sys.argv[1])).results)
+"""
+UNDER_TORCHRUN = """
+    import torch, torch.distributed as dist
+    from course_lib.launch import process_group
+
+    with process_group() as device:
+        value = torch.ones(2, device=device)
+        dist.all_reduce(value)
+        print(device, "ranks", int(value[0].item()), flush=True)
+    assert not dist.is_initialized()
+"""
+
+
+def test_plain_scripts_four_at_once_and_torchrun(tmp_path):
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    environment = os.environ | {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
+    (tmp_path / "plain.py").write_text(textwrap.dedent(SCRIPT))  # no `if __name__ == "__main__"` on purpose
+    (tmp_path / "group.py").write_text(textwrap.dedent(UNDER_TORCHRUN))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "group.py"]
+    commands = [["plain.py", str(factor)] for factor in (1, 2, 3, 4)] + [torchrun, ["group.py"]]
+    started = [
+        subprocess.Popen([sys.executable, *command], cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT)
+        for command in commands
+    ]  # fmt: skip
+    told = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * 6, told
+    for factor, text in enumerate(told[:4], 1):
+        assert text.count("top level of the script") == 1
+        assert text.splitlines()[-1] == str([3.0 * factor] * 2)
+    assert told[4].count("cpu ranks 2") == 2
+    assert told[5].splitlines()[-1] == "cpu ranks 1"
