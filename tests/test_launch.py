@@ -229,6 +229,8 @@ def test_plain_scripts_four_at_once_and_torchrun(tmp_path):
     environment = os.environ | {"PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
     (tmp_path / "plain.py").write_text(textwrap.dedent(SCRIPT))  # no `if __name__ == "__main__"` on purpose
     (tmp_path / "group.py").write_text(textwrap.dedent(UNDER_TORCHRUN))
+    # a broken Transformers is no matter to ranks that do not use it, and four imports of it would be most of the time
+    (tmp_path / "transformers.py").write_text("raise RuntimeError('broken')\n")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "group.py"]
     commands = [["plain.py", str(factor)] for factor in (1, 2, 3, 4)] + [torchrun, ["group.py"]]
     started = [

@@ -197,6 +197,15 @@ def test_a_hub_that_never_answers_is_left_soon(no_package, hub, monkeypatch):
     assert models.INSTALL in said and "cannot be reached" in said
 
 
+def test_a_name_server_that_never_answers_is_left_soon(no_package, hub, monkeypatch):
+    monkeypatch.setattr(models, "HUB_SECONDS", 0.5)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *args, **options: time.sleep(6))
+    models.tiny_llama()
+    started = time.perf_counter()
+    assert "no answer within 0.5 s" in refusal("HuggingFaceTB/SmolLM2-360M-Instruct")
+    assert time.perf_counter() - started < 3
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [

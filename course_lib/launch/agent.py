@@ -123,8 +123,7 @@ def _register_rendezvous() -> None:
 
 def _quiet_agent_log() -> None:
     """The agent's own log repeats, at length and under a stack of its own, what the failure report says in a line."""
-    for name in ("torch.multiprocessing.spawn", "torchelastic-events-null"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.CRITICAL)
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL)

