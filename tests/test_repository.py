@@ -145,7 +145,7 @@ def test_machine_paths_are_recognised() -> None:
         assert MACHINE_PATH.search(there), there
     for fine in (
         "https://site.org" + home,
-        "$HOME" + "/work/x",
+        "$HOME/work/x",
         "~/.cache/x",
         "/".join(["", "home", "you", "x"]),
         "/tmp/a file",

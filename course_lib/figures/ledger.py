@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from course_lib.figures.style import COLOURS, HATCHES, new_figure, picture
+from course_lib.ledger import amount
 
 if TYPE_CHECKING:
     from IPython.display import Image
@@ -15,7 +16,7 @@ def ledger(entries: Sequence[Any]) -> Image:
     """Each entry as measured over predicted, percent, with the residual's named parts stacked at the end of the bar.
 
     Args:
-        entries: objects with ``name``, ``unit``, ``predicted``, ``measured`` and ``parts`` (name to amount).
+        entries: what ``course_lib.ledger.entries()`` gives.
 
     Raises:
         ValueError: nothing has been measured yet.
@@ -23,7 +24,7 @@ def ledger(entries: Sequence[Any]) -> Image:
     known = [e for e in entries if e.measured is not None and e.predicted]
     if not known:
         raise ValueError("The ledger holds no measured prediction yet: run a cell with predict(...) and measured(...).")
-    figure, (axis,) = new_figure(height=1.2 + 0.5 * len(known))
+    figure, (axis,) = new_figure(width=9.0, height=1.2 + 0.5 * len(known))
     axis.grid(axis="y", visible=False)
     axis.grid(axis="x", color="#DDDDDD")
     names: list[str] = []
@@ -36,12 +37,14 @@ def ledger(entries: Sequence[Any]) -> Image:
             axis.barh(row, amount * percent, left=at, color=COLOURS[1 + i], hatch=HATCHES[1 + i], height=0.55)
             at += amount * percent
         unexplained = (entry.measured - entry.predicted - explained) * percent
-        label = f"{entry.measured:,.4g} {entry.unit} for {entry.predicted:,.4g}  ({unexplained:+.1f} % unexplained)"
-        axis.text(max(100, entry.measured * percent) + 1, row, label.replace("  ", " "), va="center", fontsize=8)
-        names.append(entry.name)
+        label = f"{entry.percent:+.2f} %" + (f", {unexplained:+.2f} % unexplained" if entry.parts else "")
+        axis.text(max(100, entry.measured * percent) + 1.5, row, label, va="center", fontsize=9)
+        names.append(f"{entry.name}\n{amount(entry.predicted, '')} to {amount(entry.measured, entry.unit)}")
     axis.axvline(100, color="black", linewidth=1)
     axis.set_yticks(range(len(names)), names)
     axis.set(xlabel="measured, percent of predicted", title="Your ledger: predicted against measured")
-    axis.set_xlim(0, max(100, *(e.measured / e.predicted * 100 for e in known)) * 1.65)
-    told = "; ".join(f"{e.name}: predicted {e.predicted:,.4g}, measured {e.measured:,.4g} {e.unit}" for e in known)
+    axis.set_xlim(0, max(100, *(e.measured / e.predicted * 100 for e in known)) * 1.45)
+    told = "; ".join(
+        f"{e.name}: predicted {amount(e.predicted, e.unit)}, measured {amount(e.measured, e.unit)}" for e in known
+    )
     return picture(figure, f"Predicted against measured. {told}.")

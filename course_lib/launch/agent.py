@@ -42,6 +42,8 @@ class Agent(threading.Thread):
     Attributes:
         failed: exit codes by local rank (negative: the signal), as far as the agent reports them.
         error: what the agent itself raised, if it could not do its work.
+        abandoned: set it and the agent ends its work. Without this it would wait for ever for the return value of a
+            rank that left with exit code 0.
     """
 
     def __init__(self, folder: str, ranks: int) -> None:
@@ -49,6 +51,7 @@ class Agent(threading.Thread):
         self.folder, self.ranks = folder, ranks
         self.failed: dict[int, int] = {}
         self.error: Exception | None = None
+        self.abandoned = threading.Event()
 
     def run(self) -> None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -57,7 +60,7 @@ class Agent(threading.Thread):
 
         _register_rendezvous()
         _quiet_agent_log()
-        _in_agent.here = True
+        _in_agent.agent = self
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -75,8 +78,14 @@ class Agent(threading.Thread):
             elastic_launch(config, rank_program.main)(self.folder)
         except ChildFailedError as error:
             self.failed = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        except _Abandoned:
+            return
         except Exception as error:  # kept, and raised in the caller's thread
             self.error = error
+
+
+class _Abandoned(Exception):
+    """Nobody waits for this launch any more."""
 
 
 def _register_rendezvous() -> None:
@@ -96,6 +105,7 @@ def _register_rendezvous() -> None:
     class InProcess(RendezvousHandler):
         def __init__(self, parameters: RendezvousParameters) -> None:
             self._run_id = parameters.run_id
+            self._agent: Agent = _in_agent.agent
 
         def get_backend(self) -> str:
             return "in_process"
@@ -109,7 +119,9 @@ def _register_rendezvous() -> None:
         def set_closed(self) -> None:
             return None
 
-        def num_nodes_waiting(self) -> int:
+        def num_nodes_waiting(self) -> int:  # the agent asks each time that it has looked after its ranks
+            if self._agent.abandoned.is_set():
+                raise _Abandoned
             return 0
 
         def get_run_id(self) -> str:
@@ -139,7 +151,7 @@ def _preparation_without_main(name: str) -> dict[str, Any]:
     ``if __name__ == "__main__"`` guard would launch ranks for ever). Only processes that an Agent starts are spared.
     """
     data = _original_preparation(name)
-    if getattr(_in_agent, "here", False):
+    if hasattr(_in_agent, "agent"):
         data.pop("init_main_from_name", None)
         data.pop("init_main_from_path", None)
     return data

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 FOLD_SECONDS = 0.15  # how long a line waits for the same line from another rank
-# gloo announces every connection and the profiler each of its starts; true, and of no use to anybody
-_NOISE = re.compile(r"^(\[Gloo\] Rank \d+ is connected to \d+ peer ranks\.|USDT:.*SyncActivityProfilerHandler)")
+# gloo announces every connection, the memory profiler every older block; true, and of no use to anybody
+_NOISE = re.compile(
+    r"^\[Gloo\] Rank \d+ is connected to \d+ peer ranks\.|.*CPUAllocator\.cpp:\d+\] Memory block of unk"
+)
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

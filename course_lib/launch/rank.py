@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import importlib
 import json
+import multiprocessing
 import os
 import resource
 import shutil
@@ -44,6 +45,7 @@ class Job:
     environment: dict[str, str]
     folder: str  # the notebook's working folder
     path: list[str]  # the notebook's sys.path
+    start_method: str | None  # of the notebook's multiprocessing; None where it is Python's own choice
     threads: int
 
 
@@ -87,6 +89,8 @@ def main(folder: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
     _take_environment(job.environment)
+    # a child of a forkserver makes its own children by forkserver too: a DataLoader's workers would import all anew
+    multiprocessing.set_start_method(job.start_method, force=True)
     os.chdir(job.folder)
     sys.path[:] = job.path
     importlib.invalidate_caches()  # the forkserver looked into the folders before the notebook wrote its last module

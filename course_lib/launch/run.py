@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import multiprocessing
 import os
 import sys
 import time
@@ -81,7 +82,7 @@ def launch(
     if rank_program.inside_a_rank():
         raise RuntimeError(
             "launch() was called inside a rank: the ranks are up already. Use torch.distributed here, or call launch() "
-            "from the notebook (in a script: below `if __name__ == \"__main__\":`)."
+            'from the notebook (in a script: below `if __name__ == "__main__":`).'
         )
     _check(function, ranks, timeout, args, kwargs)
     began = time.perf_counter()
@@ -95,8 +96,18 @@ def launch(
     summary = f"{ranks} rank{'s' * (ranks > 1)}, {chosen}, {device}"
     if not quiet:
         to_cell(f"launch: {summary}")
-    place = os.getcwd(), list(sys.path)
-    job = Job(function_bytes, ranks, chosen, timeout, os.getpid(), dict(os.environ), *place, threads)
+    job = Job(
+        function=function_bytes,
+        ranks=ranks,
+        backend=chosen,
+        timeout=timeout,
+        notebook=os.getpid(),
+        environment=dict(os.environ),
+        folder=os.getcwd(),
+        path=list(sys.path),
+        start_method=multiprocessing.get_start_method(allow_none=True),
+        threads=threads,
+    )
     folder = watch.Folder()
     thread = agent.Agent(folder.path, ranks)
     try:

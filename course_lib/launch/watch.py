@@ -61,6 +61,7 @@ def follow(thread: agent.Agent, timeout: float, stream: Stream) -> dict[int, int
     """
     folder, ranks = thread.folder, thread.ranks
     started, joined_at, failed_at = time.monotonic(), None, None
+    gone: set[int] = set()
     thread.start()
     try:
         while thread.is_alive():
@@ -69,11 +70,14 @@ def follow(thread: agent.Agent, timeout: float, stream: Stream) -> dict[int, int
             now = time.monotonic()
             if joined_at is None and all(os.path.exists(f"{folder}/joined{r}") for r in range(ranks)):
                 joined_at = now
-            if failed_at is None and any(os.path.exists(f"{folder}/error{r}") for r in range(ranks)):
+            if failed_at is None or now - failed_at < GRACE / 2:  # later the agent ends the others
+                gone |= {r for r in range(ranks) if _is_gone(folder, r)}
+            if failed_at is None and (gone or any(os.path.exists(f"{folder}/error{r}") for r in range(ranks))):
                 failed_at = now
             if failed_at is not None:
                 if now - failed_at > 2 * GRACE:  # the agent asks politely; a rank deep in a library does not hear it
                     end_ranks(folder, ranks)
+                    thread.abandoned.set()
             elif joined_at is not None and now - joined_at > timeout:
                 _read_stacks(folder, ranks)
                 raise failures.hung(folder, ranks, timeout)
@@ -87,7 +91,20 @@ def follow(thread: agent.Agent, timeout: float, stream: Stream) -> dict[int, int
         stream.pump(final=True)
     if thread.error is not None:
         raise thread.error
-    return thread.failed
+    # to the agent, a rank that leaves with code 0 and without a result is a rank that has not answered yet
+    return thread.failed | {rank: 0 for rank in gone if rank not in thread.failed}
+
+
+def _is_gone(folder: str, rank: int) -> bool:
+    """True for a rank that ended without a result and without a word."""
+    try:
+        with open(f"{folder}/pid{rank}") as file:
+            os.kill(int(file.read()), 0)
+        return False
+    except (FileNotFoundError, ValueError):  # it has not started
+        return False
+    except ProcessLookupError:
+        return not any(os.path.exists(f"{folder}/{outcome}{rank}") for outcome in ("result", "error"))
 
 
 def clean_up(thread: agent.Agent, folder: Folder) -> None:
@@ -102,6 +119,7 @@ def clean_up(thread: agent.Agent, folder: Folder) -> None:
 
 def _bury(thread: agent.Agent, folder: Folder) -> None:
     give_up = time.monotonic() + 10
+    thread.abandoned.set()
     end_ranks(thread.folder, thread.ranks)  # also after a good end: a rank may have started children that still run
     while thread.is_alive() and time.monotonic() < give_up:
         thread.join(0.05)

@@ -49,8 +49,8 @@ class Collective:
         rank: the rank that issued it.
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``send``, …
         bytes: what this rank put in (a receiver: what it took out), in bytes. Not what crossed the wire.
-        seconds: from issue to completion, waiting for late ranks included; ``None`` where the backend does not tell
-            (gloo's send and recv) or where the run ended first.
+        seconds: from issue to completion, waiting for late ranks included (gloo's reduce_scatter: to the end of the
+            ``wait()`` for it); ``None`` where the backend does not tell (gloo's send and recv) or the run ended first.
         start: seconds since the recorder was installed.
         group: global ranks that took part.
     """
@@ -104,6 +104,7 @@ class Recorder:
     _library: Any = None
     _zero: float = 0.0
     _ended: int = 0
+    _kept: dict[int, Any] = field(default_factory=dict)
     _events: list[tuple[Collective, Any, Any]] = field(default_factory=list)
 
     def install(self) -> Recorder:
@@ -145,8 +146,9 @@ class Recorder:
             self.log.append(record)
             self._beat(record)
             result = op.redispatch(keyset & device_kernel, *args, **kwargs)
-            self._note_end(record, result[-1] if isinstance(result, (tuple, list)) else result)
-            return result
+            if isinstance(result, (tuple, list)):  # (tensors, work)
+                return type(result)((*result[:-1], self._note_end(record, result[-1])))
+            return self._note_end(record, result)
 
         return noted
 
@@ -154,14 +156,27 @@ class Recorder:
         if self.pulse is not None:
             self.pulse.write(len(self.log), self._ended, record.bytes, record.kind)
 
-    def _note_end(self, record: Collective, boxed_work: Any) -> None:
+    def _end(self, record: Collective) -> None:
+        record.seconds = time.perf_counter() - self._zero - record.start
+        self._ended += 1
+        self._kept.pop(id(record), None)
+        self._beat(record)
+
+    def _note_end(self, record: Collective, boxed_work: Any) -> Any:
+        """See to it that the end gets noted. Returns the work for the caller to wait for."""
         import torch
 
         if record.kind in POINT_TO_POINT:
             self._ended += 1  # gloo gives no completion time for these; a hang still shows in the stack
             self._beat(record)
-            return
-        future = torch.distributed.distributed_c10d.Work.unbox(boxed_work).get_future()
+            return boxed_work
+        work = torch.distributed.distributed_c10d.Work.unbox(boxed_work)
+        try:
+            future = work.get_future()
+        except RuntimeError:  # gloo's reduce_scatter has none
+            noted = _work_with_end(work, lambda: self._end(record))
+            self._kept[id(record)] = noted  # C++ keeps no Python object alive
+            return noted.boxed()
         if torch.cuda.is_initialized() and torch.distributed.get_backend() == "nccl":
             begin = torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -174,14 +189,17 @@ class Recorder:
                 self._beat(record)
 
             future.add_done_callback(done_on_gpu)
-            return
+            return boxed_work
 
-        def done(_: Any) -> None:
-            record.seconds = time.perf_counter() - self._zero - record.start
-            self._ended += 1
-            self._beat(record)
+        def done(future: Any) -> None:
+            try:
+                future.value()
+            except RuntimeError:  # a peer is gone: this rank never got out of it, and will hear of it by itself
+                return
+            self._end(record)
 
         future.add_done_callback(done)
+        return boxed_work
 
     def collect(self) -> list[Collective]:
         """The log so far; on CUDA this waits for the device, so that the seconds are known."""
@@ -193,6 +211,22 @@ class Recorder:
                 record.seconds = begin.elapsed_time(end) / 1e3
             self._events.clear()
         return list(self.log)
+
+
+def _work_with_end(work: Any, ended: Callable[[], None]) -> Any:
+    """``work``, and a call of ``ended`` when somebody has waited for it."""
+    from torch.distributed.distributed_c10d import Work
+
+    class Noted(Work):
+        def wait(self, *timeout: Any) -> bool:
+            done = work.wait(*timeout)
+            ended()
+            return done
+
+        def is_completed(self) -> bool:
+            return work.is_completed()
+
+    return Noted()
 
 
 def _num_bytes(value: Any) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from course_lib.observe.saved import Farewell, SavedForBackward, storage_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -27,11 +29,6 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The memory behind a tensor; behind a DTensor that of its local shard."""
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
-
-
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Every tensor in the optimizer's state (Adam: two moments and a step counter a parameter)."""
     import torch
@@ -41,13 +38,18 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def bucket_bytes(model: torch.nn.Module) -> int:
     """Bytes of DDP's own gradient buckets; 0 for other models and where gradients are views of the buckets."""
+    return 0 if getattr(model, "gradient_as_bucket_view", False) else _buckets(model)[0]
+
+
+def _buckets(model: torch.nn.Module) -> tuple[int, bool]:
+    """(bytes of all of DDP's buckets, whether it has rebuilt them in the order of its first backward pass)."""
     from torch.nn.parallel import DistributedDataParallel
 
-    if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
-        return 0
+    if not isinstance(model, DistributedDataParallel):
+        return 0, False
     told = model._get_ddp_logging_data()
-    sizes = told.get("rebuilt_bucket_sizes") or told["bucket_sizes"]
-    return sum(int(size) for size in str(sizes).split(","))
+    rebuilt = told.get("rebuilt_bucket_sizes")
+    return sum(int(size) for size in str(rebuilt or told["bucket_sizes"]).split(",")), bool(rebuilt)
 
 
 class MemoryProbe:
@@ -76,11 +78,15 @@ class MemoryProbe:
         """Around one whole step: forward, backward, optimizer step."""
         import torch
 
-        from course_lib.observe.profiler import RawEvents
+        from course_lib.observe.profiler import Allocations
 
         on_cuda = any(p.is_cuda for p in self.model.parameters())
         before = self.resident()
-        saved = _SavedForBackward(self.model)
+        buckets, rebuilt = _buckets(self.model)
+        # those that no gradient is a view of just now are held by DDP all the same
+        buckets -= before["gradients"] if getattr(self.model, "gradient_as_bucket_view", False) else 0
+        farewell = Farewell([p.grad for p in self.model.parameters() if p.grad is not None])
+        saved = SavedForBackward(self.model, farewell.look)
         gradients = 0
 
         def note_gradients(*_: Any) -> None:
@@ -102,10 +108,14 @@ class MemoryProbe:
                     "peak_reserved": torch.cuda.max_memory_reserved(),
                 }
             else:
-                recording = stack.enter_context(RawEvents(memory=True))
+                recording = stack.enter_context(Allocations())
                 yield self
                 recording.stop()
-                peak = {"peak": sum(before.values()) + _highest(recording.events)}
+                farewell.look()
+                if buckets and _buckets(self.model)[1] > rebuilt:  # DDP rebuilt them as this step began
+                    farewell.log.append((0, -buckets))
+                held = sum(before.values()) - before["ddp_buckets"] + buckets
+                peak = {"peak": held + _highest(recording.log, farewell.log)}
         after = self.resident()
         self.bytes = {
             "parameters": before["parameters"],
@@ -118,59 +128,23 @@ class MemoryProbe:
         _found.append(self.bytes)
 
 
-def _highest(events: list[Any]) -> int:
+def _highest(allocations: list[tuple[int, int, int]], farewells: list[tuple[int, int]]) -> int:
     """Highest sum of bytes above the start, in the order of time."""
+    ours: set[int] = set()
+    changes = farewells
+    for at, address, size in allocations:
+        if size > 0:
+            ours.add(address)
+        elif address not in ours:  # an older block: the size is unknown or, after an earlier recording, wrong
+            continue
+        else:
+            ours.remove(address)
+        changes.append((at, size))
     now = highest = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        now += event.nbytes()
+    for _, size in sorted(changes, key=lambda change: change[0]):
+        now += size
         highest = max(highest, now)
     return highest
-
-
-class _Kept:
-    """What autograd holds in place of a tensor that the backward pass needs; gone when autograd lets go of it."""
-
-    __slots__ = ("tensor", "_book", "_storage")
-
-    def __init__(self, tensor: torch.Tensor, book: _SavedForBackward, storage: int) -> None:
-        self.tensor, self._book, self._storage = tensor, book, storage
-
-    def __del__(self) -> None:
-        self._book.release(self._storage)
-
-
-class _SavedForBackward:
-    """Bytes that autograd keeps for the backward pass, the model's own parameters and buffers left out."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._own = {storage_of(t)._cdata for t in [*model.parameters(), *model.buffers()]}
-        self._users: dict[int, list[int]] = {}  # storage -> [how many saved tensors lie in it, its bytes]
-        self.now = self.highest = 0
-
-    def note_own(self, module: torch.nn.Module, _: Any) -> None:
-        """Before a module's forward: FSDP has just put the gathered parameters in the place of the shards."""
-        self._own |= {storage_of(p)._cdata for p in module._parameters.values() if p is not None}
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        storage = storage_of(tensor)
-        if storage._cdata in self._own:
-            return tensor
-        if storage._cdata not in self._users:
-            self._users[storage._cdata] = [0, storage.nbytes()]
-            self.now += storage.nbytes()
-            self.highest = max(self.highest, self.now)
-        self._users[storage._cdata][0] += 1
-        return _Kept(tensor, self, storage._cdata)
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        return packed.tensor if isinstance(packed, _Kept) else packed
-
-    def release(self, storage: int) -> None:
-        users = self._users[storage]
-        users[0] -= 1
-        if not users[0]:
-            self.now -= users[1]
-            del self._users[storage]
 
 
 def start_process_peak() -> None:

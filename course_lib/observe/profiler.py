@@ -1,4 +1,4 @@
-"""PyTorch's profiler reduced to its raw events: what the allocator did and which operation ran when."""
+"""PyTorch's profiler reduced to raw events: which operation ran when, or what the CPU's allocator did."""
 
 from __future__ import annotations
 
@@ -6,26 +6,23 @@ import os
 from typing import Any
 
 
-class RawEvents:
-    """Records between ``__enter__`` and :meth:`stop`; ``events`` is then the profiler's own list.
+class Operations:
+    """Every operation between ``__enter__`` and :meth:`stop`; ``events`` is then the profiler's own list.
 
     Args:
-        memory: also each allocation and release, as events named ``[memory]``.
         cuda: also what runs on the GPU.
     """
 
-    def __init__(self, *, memory: bool = False, cuda: bool = False) -> None:
-        self._memory, self._cuda = memory, cuda
+    def __init__(self, *, cuda: bool = False) -> None:
+        self._cuda = cuda
         self._profile: Any = None
         self.events: list[Any] = []
 
-    def __enter__(self) -> RawEvents:
+    def __enter__(self) -> Operations:
         from torch.autograd.profiler import profile
 
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else every start and stop prints a line
-        self._profile = profile(
-            use_kineto=True, profile_memory=self._memory, use_device="cuda" if self._cuda else None, acc_events=False
-        )
+        _quiet()
+        self._profile = profile(use_kineto=True, use_device="cuda" if self._cuda else None, acc_events=False)
         self._profile.__enter__()
         return self
 
@@ -37,3 +34,53 @@ class RawEvents:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+class Allocations:
+    """What the CPU's allocator did between ``__enter__`` and :meth:`stop`.
+
+    Operations are not recorded, or this would cost a small model's step as much as the step itself.
+
+    Attributes:
+        log: (nanoseconds since the epoch, address, bytes), in the order of time; bytes below 0 are given back.
+    """
+
+    def __init__(self) -> None:
+        self._running = False
+        self.log: list[tuple[int, int, int]] = []
+
+    def __enter__(self) -> Allocations:
+        import torch
+        from torch._C._profiler import RecordScope
+        from torch.autograd.profiler import profile
+
+        _quiet()
+        config = profile(use_kineto=True, profile_memory=True).config()
+        activities = {torch.profiler.ProfilerActivity.CPU}
+        torch.autograd._prepare_profiler(config, activities)
+        torch.autograd._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
+        self._running = True
+        return self
+
+    def stop(self) -> None:
+        import torch
+        from torch._C._profiler import _EventType
+
+        if not self._running:
+            return
+        self._running = False
+        waiting, log = list(torch.autograd._disable_profiler().experimental_event_tree()), []
+        while waiting:
+            event = waiting.pop()
+            if event.tag == _EventType.Allocation:
+                block = event.extra_fields
+                log.append((event.start_time_ns, block.ptr, block.alloc_size))
+            waiting += event.children
+        self.log = sorted(log, key=lambda entry: entry[0])
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _quiet() -> None:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints a line at every start and stop

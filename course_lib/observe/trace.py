@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from course_lib.observe.profiler import RawEvents
+from course_lib.observe.profiler import Operations
 
 MERGE_SECONDS = 100e-6  # operations of one kind that follow each other this closely are drawn as one
 _WHOLE_FORWARD = ("DistributedDataParallel.forward", "FullyShardedDataParallel.forward")
@@ -45,7 +45,7 @@ def trace_step(step: Callable[[], Any]) -> list[Span]:
     """
     import torch
 
-    with RawEvents(cuda=torch.cuda.is_initialized()) as recording:
+    with Operations(cuda=torch.cuda.is_initialized()) as recording:
         step()
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()

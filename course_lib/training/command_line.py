@@ -14,14 +14,18 @@ from course_lib.launch import process_group
 from course_lib.training.outcome import Outcome
 
 
+_KINDS = {"float": float, "int": int, "str": str}
+
+
 def parse(train: Callable[..., Any], argv: Sequence[str] | None = None) -> dict[str, Any]:
     """``--global-batch 8 --lr 1e-3`` to ``{"global_batch": 8, "lr": 0.001}``; types come from the defaults.
 
     Raises:
         SystemExit: as argparse does, with the usage, for an unknown option or a value of the wrong type.
     """
+    module = inspect.getmodule(train)
     parser = argparse.ArgumentParser(
-        prog=f"python -m {train.__module__ if train.__module__ != '__main__' else inspect.getmodule(train).__spec__.name}",
+        prog=f"python -m {module.__spec__.name if module and module.__spec__ else train.__module__}",
         description=inspect.getdoc(train).splitlines()[0],
     )
     for name, parameter in inspect.signature(train).parameters.items():
@@ -30,7 +34,7 @@ def parse(train: Callable[..., Any], argv: Sequence[str] | None = None) -> dict[
         if isinstance(default, bool):
             parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default)
         else:
-            kind = str if default is None else type(default)
+            kind = type(default) if default is not None else _KINDS[str(parameter.annotation).split(" |")[0]]
             parser.add_argument(option, type=kind, default=default, help=f"default: {default}")
     return vars(parser.parse_args(argv))
 

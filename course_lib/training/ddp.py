@@ -26,7 +26,7 @@ def train(
     seq_len: int = 128,
     lr: float = 1e-3,
     accumulate: int = 1,
-    bucket_cap_mb: float = 25.0,
+    bucket_cap_mb: float | None = None,
     sync_every_micro_batch: bool = False,
     seed: int = 0,
     save_to: str = "",
@@ -39,7 +39,7 @@ def train(
         seq_len: tokens a sequence.
         lr: AdamW's learning rate.
         accumulate: micro-batches a rank; gradients travel only with the last one.
-        bucket_cap_mb: size of a gradient bucket, MiB.
+        bucket_cap_mb: size of a gradient bucket, MiB; None takes DDP's own: 25, and 1 for the first.
         sync_every_micro_batch: leave out ``no_sync``: the same losses for ``accumulate`` times the traffic.
         seed: of the weights and of the order of the data.
         save_to: file for rank 0 to save the weights in; empty to save nothing.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import lightning
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from course_lib.data import GlobalBatches
 from course_lib.models import tiny_llama
@@ -16,11 +16,17 @@ from course_lib.training.outcome import Outcome
 class TinyLlama(lightning.LightningModule):
     """The tiny Llama with its loss and optimizer, as Lightning wants them."""
 
-    def __init__(self, lr: float, seed: int, strategy: str) -> None:
+    def __init__(self, rows: GlobalBatches, micro_batch: int, lr: float, seed: int, strategy: str) -> None:
         super().__init__()
-        self.lr, self.strategy = lr, strategy
+        self.rows, self.micro_batch, self.lr, self.strategy = rows, micro_batch, lr, strategy
         self.model = tiny_llama(seed=seed)
         self.losses: list[float] = []
+
+    def train_dataloader(self) -> DataLoader:
+        # Left alone, Lightning puts a *shuffling* sampler before a training loader, also before one with shuffle=False
+        place = dict(num_replicas=self.trainer.world_size, rank=self.trainer.global_rank)
+        sampler = DistributedSampler(self.rows, shuffle=False, **place)
+        return DataLoader(self.rows, batch_size=self.micro_batch, sampler=sampler)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         loss = self.model(input_ids=batch, labels=batch).loss
@@ -63,20 +69,20 @@ def train(
     if global_batch % ranks:
         raise ValueError(f"global_batch={global_batch} does not divide into {ranks} ranks.")
     micro_batch = global_batch // ranks
-    module = TinyLlama(lr, seed, strategy)
-    # Lightning puts a DistributedSampler in: rows 0, 2, 4, … to rank 0 of 2, so a step's global batch stays the same
     rows = GlobalBatches(steps, global_batch=global_batch, seq_len=seq_len, seed=seed)
+    module = TinyLlama(rows, micro_batch, lr, seed, strategy)
     trainer = lightning.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         devices=ranks,
         strategy=strategy,
         max_steps=steps,
+        use_distributed_sampler=False,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(rows, batch_size=micro_batch, shuffle=False))
+    trainer.fit(module)
     wrapper = "DistributedDataParallel" if ranks > 1 else type(module).__name__
     return Outcome(module.losses, wrapper, trainer.global_rank, trainer.world_size, 0.0, 0.0, {})
 
