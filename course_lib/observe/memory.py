@@ -48,8 +48,8 @@ def _buckets(model: torch.nn.Module) -> tuple[int, bool]:
     if not isinstance(model, DistributedDataParallel):
         return 0, False
     told = model._get_ddp_logging_data()
-    rebuilt = told.get("rebuilt_bucket_sizes")
-    return sum(int(size) for size in str(rebuilt or told["bucket_sizes"]).split(",")), bool(rebuilt)
+    sizes = told.get("rebuilt_bucket_sizes") or told["bucket_sizes"]  # the same sum
+    return sum(int(size) for size in str(sizes).split(",")), model._has_rebuilt_buckets
 
 
 class MemoryProbe:

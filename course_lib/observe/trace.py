@@ -10,6 +10,7 @@ from typing import Any
 from course_lib.observe.profiler import Operations
 
 MERGE_SECONDS = 100e-6  # operations of one kind that follow each other this closely are drawn as one
+_BACKWARD = "autograd::engine::evaluate_function"
 _WHOLE_FORWARD = ("DistributedDataParallel.forward", "FullyShardedDataParallel.forward")
 
 
@@ -79,7 +80,7 @@ def spans_of(events: Iterable[Any]) -> list[Span]:
     """The profiler's raw events as spans: outermost operations only, close ones of a kind joined, by start."""
     events = list(events)
     on_cpu = [e for e in events if not _on_gpu(e) and e.name() != "[memory]"]
-    last_backward = max((e.start_ns() for e in on_cpu if _named_kind(e) == "backward"), default=0)
+    last_backward = max((e.start_ns() for e in on_cpu if e.name().startswith(_BACKWARD)), default=0)
     spans: list[Span] = []
     by_thread: dict[int, list[Any]] = defaultdict(list)
     for event in on_cpu:
@@ -106,7 +107,7 @@ def _named_kind(event: Any) -> str:
     name = event.name()
     if name.startswith(("gloo:", "nccl:")) or "ncclDevKernel" in name:
         return "collective"
-    if name.startswith(("autograd::engine::evaluate_function", "torch.distributed.ddp.reducer")):
+    if name.startswith((_BACKWARD, "torch.distributed.ddp.reducer")):
         return "backward"
     if name.startswith("Optimizer.step#"):
         return "optimizer"

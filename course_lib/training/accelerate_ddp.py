@@ -11,6 +11,7 @@ from course_lib.models import tiny_llama
 from course_lib.observe import observe
 from course_lib.training.command_line import run
 from course_lib.training.outcome import Outcome
+from course_lib.training.split import micro_batch_size
 
 
 def train(
@@ -31,7 +32,7 @@ def train(
             --num_processes 2`` starts one process without a word, and this is how a program notices.
 
     Raises:
-        ValueError: the batch does not divide into ranks times micro-batches.
+        ValueError: no steps, or the batch does not divide into ranks times micro-batches.
         RuntimeError: another number of ranks than expected.
     """
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=accumulate)
@@ -41,11 +42,7 @@ def train(
             f"asked for {expect_ranks} ranks and Accelerate gave {world_size}. On a machine without GPUs launch with "
             "`torchrun --nproc_per_node N` or `accelerate launch --multi_gpu --num_processes N`."
         )
-    if global_batch % (world_size * accumulate):
-        raise ValueError(
-            f"global_batch={global_batch} does not divide into {world_size} ranks x {accumulate} micro-batches."
-        )
-    micro_batch = global_batch // (world_size * accumulate)
+    micro_batch = micro_batch_size(steps=steps, global_batch=global_batch, ranks=world_size, accumulate=accumulate)
     model = tiny_llama(seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     # prepare() deals the loader's batches out in turn, so each step's global batch is the same whatever the ranks

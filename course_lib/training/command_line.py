@@ -8,33 +8,32 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from course_lib.launch import process_group
 from course_lib.training.outcome import Outcome
 
 
-_KINDS = {"float": float, "int": int, "str": str}
-
-
 def parse(train: Callable[..., Any], argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """``--global-batch 8 --lr 1e-3`` to ``{"global_batch": 8, "lr": 0.001}``; types come from the defaults.
+    """``--global-batch 8 --lr 1e-3`` to ``{"global_batch": 8, "lr": 0.001}``; types come from the annotations.
 
     Raises:
         SystemExit: as argparse does, with the usage, for an unknown option or a value of the wrong type.
     """
     module = inspect.getmodule(train)
     parser = argparse.ArgumentParser(
-        prog=f"python -m {module.__spec__.name if module and module.__spec__ else train.__module__}",
-        description=inspect.getdoc(train).splitlines()[0],
+        prog=f"python -m {module.__spec__.name}" if module and module.__spec__ else f"python {sys.argv[0]}",
+        description=(inspect.getdoc(train) or "Train.").splitlines()[0],
     )
+    kinds = get_type_hints(train)
     for name, parameter in inspect.signature(train).parameters.items():
         option = "--" + name.replace("_", "-")
         default = parameter.default
-        if isinstance(default, bool):
+        kind = next(k for k in get_args(kinds[name]) or (kinds[name],) if k is not NoneType)  # float for float | None
+        if kind is bool:
             parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default)
         else:
-            kind = type(default) if default is not None else _KINDS[str(parameter.annotation).split(" |")[0]]
             parser.add_argument(option, type=kind, default=default, help=f"default: {default}")
     return vars(parser.parse_args(argv))
 

@@ -17,6 +17,7 @@ from course_lib.models import tiny_llama
 from course_lib.observe import observe, sent_bytes
 from course_lib.training.command_line import run
 from course_lib.training.outcome import Outcome
+from course_lib.training.split import micro_batch_size
 
 
 def train(
@@ -45,14 +46,10 @@ def train(
         save_to: file for rank 0 to save the weights in; empty to save nothing.
 
     Raises:
-        ValueError: the batch does not divide into ranks times micro-batches.
+        ValueError: no steps, or the batch does not divide into ranks times micro-batches.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if global_batch % (world_size * accumulate):
-        raise ValueError(
-            f"global_batch={global_batch} does not divide into {world_size} ranks x {accumulate} micro-batches: "
-            "DDP averages over ranks, so unequal slices would weigh sequences unequally."
-        )
+    micro_batch_size(steps=steps, global_batch=global_batch, ranks=world_size, accumulate=accumulate)
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     # DDP broadcasts rank 0's weights when it wraps the model, so the ranks' own seeds need not agree
     model = DistributedDataParallel(tiny_llama(seed=seed + rank).to(device), bucket_cap_mb=bucket_cap_mb)

@@ -9,6 +9,7 @@ from course_lib.models import tiny_llama
 from course_lib.observe import observe
 from course_lib.training.command_line import run
 from course_lib.training.outcome import Outcome
+from course_lib.training.split import micro_batch_size
 
 
 def train(
@@ -25,12 +26,9 @@ def train(
         seed: of the weights and of the order of the data.
 
     Raises:
-        ValueError: the batch does not divide into the micro-batches.
+        ValueError: no steps, or the batch does not divide into the micro-batches.
     """
-    if global_batch % accumulate:
-        raise ValueError(
-            f"global_batch={global_batch} does not divide into accumulate={accumulate} equal micro-batches."
-        )
+    micro_batch_size(steps=steps, global_batch=global_batch, accumulate=accumulate)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = tiny_llama(seed=seed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
