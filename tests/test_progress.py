@@ -140,7 +140,7 @@ def test_a_home_that_cannot_be_made_warns_once_and_goes_on_in_memory(tmp_path, m
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="POSIX permissions")
 def test_a_read_only_home_is_still_read(monkeypatch, capsys):
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # the session's own folder is closed to another user
         monkeypatch.setenv("BEYOND_ONE_GPU_HOME", folder)
         progress.record_exercise("lab", "before", passed=True, seconds=0)
         os.chmod(Path(folder) / "progress.json", 0o644)
