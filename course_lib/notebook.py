@@ -12,7 +12,7 @@ from typing import Any
 
 from course_lib.figures.style import nice_number
 
-_ON_DARK_PAGES_TOO = "color: #1a1a1a; background: #f8f8f8"  # names have no colour of their own: white on a dark page
+_ON_DARK_PAGES_TOO = "color: #1a1a1a"  # names have no colour of their own: white on a dark page
 
 
 class _Page:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -87,9 +89,8 @@ def test_ranks_see_the_notebook_as_it_is_now(monkeypatch, tmp_path):
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setenv("RANK", "77")  # what is left from another launcher must not confuse the ranks
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "written_just_now.py").write_text("VALUE = 42\n")
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as in a notebook: the folder that it is in by now
+    (tmp_path / "written_just_now.py").write_text("VALUE = 42\n")
 
     def look():
         import written_just_now
@@ -196,7 +197,25 @@ def test_thirty_launches_and_four_at_once_leave_no_trace(private_tmp):
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert sorted((n, run.results) for n, run in runs) == [(n, [1.0 + 2 * n] * 2) for n in range(4)]
+    deadline = time.monotonic() + 2
+    while counts() != before and time.monotonic() < deadline:  # a thread is joined a little before the system ends it
+        time.sleep(0.05)
     assert counts() == before
+
+
+def test_folders_of_killed_notebooks_are_swept(private_tmp):
+    folders = {name: os.path.join(private_tmp, f"beyond-one-gpu-{name}") for name in ("dead", "alive", "young")}
+    for name, folder in folders.items():
+        os.mkdir(folder)
+        open(f"{folder}/lock", "w").close()
+        if name != "young":
+            os.utime(folder, (time.time() - 100, time.time() - 100))
+    with open(f"{folders['alive']}/lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        launch(time.time, ranks=1, quiet=True)
+    assert {name for name, folder in folders.items() if os.path.exists(folder)} == {"alive", "young"}
+    for folder in (folders["alive"], folders["young"]):
+        shutil.rmtree(folder)
 
 
 SCRIPT = """
@@ -219,7 +238,7 @@ UNDER_TORCHRUN = """
     with process_group() as device:
         value = torch.ones(2, device=device)
         dist.all_reduce(value)
-        print(device, "ranks", int(value[0].item()), flush=True)
+        print(f"{device} ranks {int(value[0].item())}\\n", end="", flush=True)  # in one piece
     assert not dist.is_initialized()
 """
 

@@ -163,8 +163,7 @@ def against_the_tracker(optimizer, clear_first):
     return peaks
 
 
-@pytest.mark.parametrize("clear_first", [False, True])
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize(("optimizer", "clear_first"), [(torch.optim.AdamW, True), (torch.optim.SGD, False)])
 def test_llama_bytes_and_peak_against_pytorchs_tracker(optimizer, clear_first):
     probe, tracker = launch(against_the_tracker, optimizer, clear_first, ranks=1).results[0]
     weights = 4 * probe["numbers"]

@@ -11,9 +11,11 @@ from course_lib.ledger import amount
 if TYPE_CHECKING:
     from IPython.display import Image
 
+MEASURED, UNEXPLAINED = COLOURS[0], "#BBBBBB"
+
 
 def ledger(entries: Sequence[Any]) -> Image:
-    """Each entry as measured over predicted, percent, with the residual's named parts stacked at the end of the bar.
+    """Left: measured beside predicted. Right: the residual, part by part as ``measured(..., parts=...)`` named them.
 
     Args:
         entries: what ``course_lib.ledger.entries()`` gives.
@@ -24,26 +26,51 @@ def ledger(entries: Sequence[Any]) -> Image:
     known = [e for e in entries if e.measured is not None and e.predicted]
     if not known:
         raise ValueError("The ledger holds no measured prediction yet: run a cell with predict(...) and measured(...).")
-    figure, (axis,) = new_figure(width=9.0, height=1.2 + 0.5 * len(known))
-    axis.grid(axis="y", visible=False)
-    axis.grid(axis="x", color="#DDDDDD")
-    names: list[str] = []
-    for row, entry in enumerate(reversed(known)):
-        percent = 100 / entry.predicted
-        axis.barh(row, entry.measured * percent, color=COLOURS[0], height=0.55, edgecolor="white")
-        at = 100.0
-        for i, part in enumerate(entry.parts.values(), start=1):
-            axis.barh(row, part * percent, left=at, color=COLOURS[i % 7], hatch=HATCHES[i % 7], height=0.55)
-            at += part * percent
-        unexplained = 100 * entry.unexplained / abs(entry.predicted)
-        label = f"{entry.percent:+.2f} %" + (f", {unexplained:+.2f} % unexplained" if entry.parts else "")
-        axis.text(max(100, entry.measured * percent) + 1.5, row, label, va="center", fontsize=9)
-        names.append(f"{entry.name}\n{amount(entry.predicted, '')} to {amount(entry.measured, entry.unit)}")
-    axis.axvline(100, color="black", linewidth=1)
-    axis.set_yticks(range(len(names)), names)
-    axis.set(xlabel="measured, percent of predicted", title="Your ledger: predicted against measured")
-    axis.set_xlim(0, max(100, *(e.measured / e.predicted * 100 for e in known)) * 1.45)
+    figure, (both, residual) = new_figure(width=9.5, height=1.5 + 0.55 * len(known), columns=2)
+    rows = list(reversed(range(len(known))))
+    for axis in (both, residual):
+        axis.grid(axis="y", visible=False)
+        axis.grid(axis="x", color="#DDDDDD")
+    both.barh(rows, [100] * len(known), height=0.7, facecolor="none", edgecolor="black", label="predicted")
+    share = [100 * e.measured / e.predicted for e in known]
+    both.barh(rows, share, height=0.4, color=MEASURED, label="measured")
+    both.set_yticks(
+        rows, [f"{e.name}\n{amount(e.predicted, '')} to {amount(e.measured, e.unit)}" for e in known], fontsize=9
+    )
+    both.set(xlabel="percent of predicted", title="Predicted and measured", xlim=(0, max(110.0, *share) * 1.02))
+    both.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.3 * 3 / (len(known) + 1.5)))
+    _draw_residuals(residual, rows, known)
     told = "; ".join(
         f"{e.name}: predicted {amount(e.predicted, e.unit)}, measured {amount(e.measured, e.unit)}" for e in known
     )
-    return picture(figure, f"Predicted against measured. {told}.")
+    return picture(figure, f"Your ledger, predicted against measured. {told}.")
+
+
+def _draw_residuals(axis: Any, rows: Sequence[int], known: Sequence[Any]) -> None:
+    names: dict[str, int] = {}  # of parts, in the order of their first use -> style
+    for row, entry in zip(rows, known, strict=True):
+        ends = {+1: 0.0, -1: 0.0}  # contributions of either sign grow away from zero
+        parts = dict(entry.parts or {})
+        parts["unexplained"] = entry.unexplained
+        for name, size in parts.items():
+            percent = 100 * size / entry.predicted
+            side = 1 if percent >= 0 else -1
+            style = 0 if name == "unexplained" else names.setdefault(name, len(names) + 1)
+            axis.barh(
+                row, percent, left=ends[side], height=0.4, label=name if row == rows[0] or style else None,
+                color=COLOURS[style % 7] if style else UNEXPLAINED, hatch=HATCHES[style % 7], edgecolor="white",
+            )  # fmt: skip
+            ends[side] += percent
+        axis.annotate(f" {entry.percent:+.2f} %", (max(ends[1], 0.0), row), va="center", fontsize=9)
+    axis.axvline(0, color="black", linewidth=1)
+    axis.set_yticks([])
+    axis.set(
+        xlabel="residual, percent of predicted", title="What the difference is made of", ylim=(-0.6, len(rows) - 0.4)
+    )
+    axis.margins(x=0.25)
+    handles, labels = axis.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    axis.legend(
+        unique.values(), unique.keys(), frameon=False, ncols=2, loc="upper center",
+        bbox_to_anchor=(0.5, -0.3 * 3 / (len(known) + 1.5)),
+    )  # fmt: skip

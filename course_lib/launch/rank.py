@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import json
 import multiprocessing
 import os
@@ -43,7 +42,6 @@ class Job:
     timeout: float
     notebook: int  # process id of who launched
     environment: dict[str, str]
-    folder: str  # the notebook's working folder
     path: list[str]  # the notebook's sys.path
     start_method: str | None  # of the notebook's multiprocessing; None where it is Python's own choice
     threads: int
@@ -91,9 +89,7 @@ def main(folder: str) -> None:
     _take_environment(job.environment)
     # a child of a forkserver makes its own children by forkserver too: a DataLoader's workers would import all anew
     multiprocessing.set_start_method(job.start_method, force=True)
-    os.chdir(job.folder)
-    sys.path[:] = job.path
-    importlib.invalidate_caches()  # the forkserver looked into the folders before the notebook wrote its last module
+    sys.path[:] = job.path  # as it is: multiprocessing writes the folder of the start in the place of ""
     failure = _run(rank, job, folder)
     if failure is not None:
         _write(f"{folder}/error{rank}", json.dumps(asdict(failure)).encode())

@@ -55,6 +55,7 @@ def launch(
     ranks: int,
     timeout: float = 60.0,
     backend: str | None = None,
+    threads: int | None = None,
     quiet: bool = False,
     **kwargs: Any,
 ) -> Run:
@@ -70,12 +71,13 @@ def launch(
         ranks: number of processes, 1 or more.
         timeout: seconds the function may take, counted from when all ranks have joined.
         backend: ``"gloo"``, ``"nccl"`` or ``None`` to let the machine decide.
+        threads: CPU threads of PyTorch a rank; ``None`` shares the machine's cores out.
         quiet: keep what the ranks print in ``run.logs`` without showing it.
 
     Raises:
         RankFailed: a rank raised or died; the message has the learner's own line and whom it took down.
         RanksHung: the timeout passed; the message says who waits where for whom.
-        ValueError: ranks or timeout that make no sense, more NCCL ranks than GPUs.
+        ValueError: ranks, timeout or threads that make no sense, more NCCL ranks than GPUs.
         TypeError: a function or result that cannot travel, an argument that the function does not take.
         RuntimeError: called inside a rank.
     """
@@ -84,14 +86,14 @@ def launch(
             "launch() was called inside a rank: the ranks are up already. Use torch.distributed here, or call launch() "
             'from the notebook (in a script: below `if __name__ == "__main__":`).'
         )
-    _check(function, ranks, timeout, args, kwargs)
+    _check(function, ranks, timeout, threads, args, kwargs)
     began = time.perf_counter()
     if not quiet and not agent.is_warm():
         to_cell("launch: the first of this session; a server imports PyTorch and Transformers once, a few seconds")
     agent.warm()  # before this process imports PyTorch itself: both at once
     chosen = choose_backend(ranks, backend)
     function_bytes = _pack(function, args, kwargs)
-    threads = max(1, (os.cpu_count() or 1) // ranks)
+    threads = threads or max(1, (os.cpu_count() or 1) // ranks)
     device = "one GPU a rank" if chosen == "nccl" else f"CPU, {threads} thread{'s' * (threads > 1)} a rank"
     summary = f"{ranks} rank{'s' * (ranks > 1)}, {chosen}, {device}"
     if not quiet:
@@ -103,7 +105,6 @@ def launch(
         timeout=timeout,
         notebook=os.getpid(),
         environment=dict(os.environ),
-        folder=os.getcwd(),
         path=list(sys.path),
         start_method=multiprocessing.get_start_method(allow_none=True),
         threads=threads,
@@ -120,7 +121,7 @@ def launch(
         watch.clean_up(thread, folder)
 
 
-def _check(function: Any, ranks: Any, timeout: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+def _check(function: Any, ranks: Any, timeout: Any, threads: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     if not callable(function):
         raise TypeError(
             f"launch() takes the function itself, and got {type(function).__name__}: write launch(train, ranks=2), "
@@ -130,6 +131,8 @@ def _check(function: Any, ranks: Any, timeout: Any, args: tuple, kwargs: dict[st
         raise ValueError(f"ranks={ranks!r}: give the number of processes to start, 1 or more.")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
         raise ValueError(f"timeout={timeout!r}: give the seconds that the ranks may take, more than 0.")
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        raise ValueError(f"threads={threads!r}: give the CPU threads of a rank, 1 or more, or leave it out.")
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # some built-ins have none; the rank will tell
@@ -142,7 +145,7 @@ def _check(function: Any, ranks: Any, timeout: Any, args: tuple, kwargs: dict[st
 
 def _wrong_arguments(function: Any, signature: inspect.Signature, kwargs: dict[str, Any], error: TypeError) -> str:
     name = getattr(function, "__name__", "the function")
-    known = [*signature.parameters, "ranks", "timeout", "backend", "quiet"]
+    known = [*signature.parameters, "ranks", "timeout", "backend", "threads", "quiet"]
     unknown = [k for k in kwargs if k not in known]
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=1)

@@ -12,12 +12,14 @@ import stat
 import struct
 import sys
 
-# struct tcp_info, linux/tcp.h: __u64 tcpi_bytes_acked at 120, tcpi_bytes_received at 128, tcpi_bytes_sent at 200
-_BYTES_SENT_AT, _TCP_INFO_SIZE = 200, 256
+# struct tcp_info, linux/tcp.h: __u32 tcpi_notsent_bytes at 144, __u64 tcpi_bytes_sent at 200, tcpi_bytes_retrans at 208
+_NOT_SENT_AT, _SENT_AT, _SENT_AGAIN_AT, _TCP_INFO_SIZE = 144, 200, 208, 256
 
 
 def sent_bytes() -> int | None:
-    """Bytes that this process has sent on its open TCP connections since each was opened; headers of TCP/IP excluded.
+    """Bytes that this process has given to its open TCP connections since each was opened; headers of TCP/IP excluded.
+
+    Bytes that wait in the system's buffer count already, bytes that had to be sent again count once.
 
     Returns:
         bytes, or ``None`` where the system does not count them (not Linux, or a kernel before 4.19).
@@ -37,9 +39,11 @@ def sent_bytes() -> int | None:
             if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_SIZE)
-        if len(info) < _BYTES_SENT_AT + 8:
+        if len(info) < _SENT_AGAIN_AT + 8:
             return None
-        total += struct.unpack_from("<Q", info, _BYTES_SENT_AT)[0]
+        (waiting,) = struct.unpack_from("=I", info, _NOT_SENT_AT)
+        sent, sent_again = struct.unpack_from("=QQ", info, _SENT_AT)
+        total += sent - sent_again + waiting
     return total
 
 
