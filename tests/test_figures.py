@@ -147,8 +147,7 @@ def test_a_grey_print_keeps_the_kinds_of_a_timeline_apart():
 def test_lines_differ_in_more_than_colour(name, axes_of):
     PICTURES[name]()
     lines = axes_of().get_lines()
-    looks = {(line.get_linestyle(), line.get_marker(), line._unscaled_dash_pattern) for line in lines}
-    assert len(looks) == min(len(lines), 7)
+    assert len({line.get_marker() for line in lines}) == min(len(lines), 7)  # lines that coincide show nothing else
 
 
 def test_bars_differ_in_more_than_colour(axes_of):

@@ -171,7 +171,8 @@ def test_no_time(timeout, script, mark):
     assert not running(mark)
 
 
-def test_a_timeout_ends_the_whole_tree(script, mark):
+def test_a_timeout_ends_the_whole_tree(script, mark, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="did not end within 1.5 s and was ended:\nstarted$"):
         shell(f"python {script(TREE)} {mark}", timeout=1.5)
