@@ -80,7 +80,7 @@ def test_the_texts_carry_the_numbers():
     told = {name: repr(make()) for name, make in PICTURES.items()}
     assert "one rank from 5.600 to 4.700; DDP from 5.600 to 4.700" in told["losses"]
     assert "timeline of 2 ranks over 51 ms; rank 0 runs 2 collectives" in told["timeline"]
-    assert "timeline of 1 rank over 50 ms" in told["timeline of one"]
+    assert "timeline of 1 rank over 50 ms; rank 0 runs 2 collectives" in told["timeline of one"]
     assert "measured 1 rank 1,000, 2 ranks 1,800, 4 ranks 2,500" in told["throughput"]
     assert "gradients (bytes): fp32 5,767,168, bf16 2,883,584" in told["bars"]
     assert "peak of a step: predicted 1.9 GiB, measured 2.05 GiB" in told["ledger"]
@@ -94,7 +94,7 @@ def test_the_texts_carry_the_numbers():
         ("timeline", "time (ms)", ""),
         ("throughput", "ranks", "tokens per second"),
         ("bars", "", "gradients (bytes)"),
-        ("ledger", "measured, percent of predicted", ""),
+        ("ledger", "percent of predicted", ""),
     ],
 )
 def test_axes_say_what_and_in_which_unit(name, x, y, axes_of):
@@ -121,8 +121,8 @@ def test_a_timeline_draws_each_rank_s_collectives_below_its_computation(axes_of)
     assert legend == ["forward", "backward", "optimizer", "collective"]
 
 
-def test_the_legend_of_a_timeline_covers_nothing(axes_of):
-    for name in ("timeline of one", "timeline", "timeline of four"):
+def test_a_legend_below_covers_nothing(axes_of):
+    for name in ("timeline of one", "timeline", "timeline of four", "ledger", "ledger of many parts"):
         PICTURES[name]()
         axis = axes_of()
         legend = axis.figure.legends[0].get_window_extent()
@@ -160,17 +160,38 @@ def test_a_bar_carries_its_number(axes_of):
     assert [text.get_text() for text in axes_of().texts] == ["5,767,168", "2,883,584"]
 
 
-def test_a_ledger_stacks_the_named_parts_and_tells_the_rest(axes_of):
-    figures.ledger([*ENTRIES, Entry("change of loss", "04", "", -2.0, -1.0, {"warm-up": 0.5})])
-    axis = axes_of()
-    bars = {(round(b.get_y(), 3), round(b.get_x(), 2), round(b.get_width(), 2)) for b in axis.patches}
-    top = 2 - 0.55 / 2
-    assert {(round(top, 3), 0, 107.89), (round(top, 3), 100, 5.26), (round(top, 3), 105.26, 1.05)} <= bars
-    assert [t.get_text() for t in axis.texts] == [
-        "+50.00 %, +25.00 % unexplained", "+0.04 %", "+7.89 %, +1.58 % unexplained"
-    ]  # fmt: skip
-    names = [label.get_text() for label in axis.get_yticklabels()]
-    assert names[-1] == "peak of a step\n1.9 to 2.05 GiB"
+def test_a_ledger_draws_each_residual_part_by_part(axes_of):
+    loss = Entry("change of loss", "04", "", -2.0, -1.0, {"warm-up": 0.5, "other data": -0.25})
+    figures.ledger([*ENTRIES, loss])
+    both, residual = axes_of().figure.axes
+    assert (residual.get_xlabel(), bool(residual.get_title())) == ("residual, percent of predicted", True)
+    names = [label.get_text() for label in both.get_yticklabels()]
+    assert names == ["peak of a step\n1.9 to 2.05 GiB", "bytes a rank sends\n3,215,872 to 3,217,000 bytes",
+                     "change of loss\n-2 to -1"]  # fmt: skip
+
+    def bars(axis):
+        stretches: dict[str, list] = {}
+        for name, at in zip(names, both.get_yticks(), strict=True):
+            here = [b for b in axis.patches if b.get_y() < at < b.get_y() + b.get_height()]
+            stretches[name.split("\n")[0]] = [(round(b.get_x(), 2), round(b.get_width(), 2)) for b in here]
+        return stretches
+
+    assert bars(both) == {
+        "peak of a step": [(0, 100), (0, 107.89)],
+        "bytes a rank sends": [(0, 100), (0, 100.04)],
+        "change of loss": [(0, 100), (0, 50)],
+    }
+    assert bars(residual) == {
+        "peak of a step": [(0, 5.26), (5.26, 1.05), (6.32, 1.58)],
+        "bytes a rank sends": [(0, 0.04)],
+        "change of loss": [(0, 25), (0, -12.5), (25, 37.5)],
+    }
+    assert [text.get_text().strip() for text in residual.texts] == ["+7.89 %", "+0.04 %", "+50.00 %"]
+    legend = [text.get_text() for text in both.figure.legends[0].get_texts()]
+    assert sorted(legend) == sorted(
+        ["predicted", "measured", "buckets", "fragments", "warm-up", "other data", "unexplained"]
+    )
+    assert len({b.get_hatch() for b in residual.patches}) == 5  # four parts, and the rest without one
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib.launch import launch
+from course_lib.launch import launch, process_group
 from course_lib.launch.output import Stream
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
@@ -251,16 +251,28 @@ def test_plain_scripts_four_at_once_and_torchrun(tmp_path):
     # a broken Transformers is no matter to ranks that do not use it, and four imports of it would be most of the time
     (tmp_path / "transformers.py").write_text("raise RuntimeError('broken')\n")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "group.py"]
-    commands = [["plain.py", str(factor)] for factor in (1, 2, 3, 4)] + [torchrun, ["group.py"]]
+    commands = [["plain.py", str(factor)] for factor in (1, 2, 3, 4)] + [torchrun]
     started = [
         subprocess.Popen([sys.executable, *command], cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE,
                          stderr=subprocess.STDOUT)
         for command in commands
     ]  # fmt: skip
     told = [process.communicate(timeout=120)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * 6, told
+    assert [process.returncode for process in started] == [0] * 5, told
     for factor, text in enumerate(told[:4], 1):
         assert text.count("top level of the script") == 1
         assert text.splitlines()[-1] == str([3.0 * factor] * 2)
     assert told[4].count("cpu ranks 2") == 2
-    assert told[5].splitlines()[-1] == "cpu ranks 1"
+
+
+def test_a_rank_that_is_alone(monkeypatch):
+    """What ``python script.py`` is to a function that torchrun runs as well: rank 0 of 1, and no port opened."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with process_group() as device:
+        assert (device, dist.get_rank(), dist.get_world_size()) == ("cpu", 0, 1)
+        assert sum_of_ranks(2.0) == 2.0
+        assert not [c for c in psutil.Process().net_connections() if c.status == "LISTEN" and c.laddr.ip != "127.0.0.1"]
+    assert not dist.is_initialized()
+    with pytest.raises(ZeroDivisionError), process_group():
+        raise ZeroDivisionError
+    assert not dist.is_initialized()

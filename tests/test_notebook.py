@@ -86,7 +86,7 @@ def test_a_thing_without_source_to_show(thing):
 
 
 ROWS = [
-    {"link": "NVLink <4> & co", "bytes": 1234567, "speed-up": 1.97654, "on": True},
+    {"link": "NVLink <b> & co", "bytes": 1234567, "speed-up": 1.97654, "on": True},
     {"link": "Ethernet", "bytes": 4, "speed-up": 123456.7, "on": False},
 ]
 
@@ -96,15 +96,17 @@ def test_text_is_aligned():
         [
             "Links",
             "link                 bytes  speed-up  on",
-            "NVLink <4> & co  1,234,567     1.977  True",
+            "NVLink <b> & co  1,234,567     1.977  True",
             "Ethernet                 4   123,457  False",
         ]
     )
 
 
 def test_the_page_says_the_same():
-    page = Text(table(ROWS, caption="a < b")._repr_html_())
-    assert page.text == "a < b" + "linkbytesspeed-upon" + "NVLink <4> & co1,234,5671.977True" + "Ethernet4123,457False"
+    page = Text(table(ROWS, caption="a <b> c")._repr_html_())
+    assert (
+        page.text == "a <b> c" + "linkbytesspeed-upon" + "NVLink <b> & co1,234,5671.977True" + "Ethernet4123,457False"
+    )
     cells = [(tag, attributes) for tag, attributes in page.tags if tag in ("th", "td")]
     assert [tag for tag, _ in cells] == ["th"] * 4 + ["td"] * 8
     sides = [attributes["style"].removeprefix("text-align:") for _, attributes in cells]

@@ -26,7 +26,9 @@ def ledger(entries: Sequence[Any]) -> Image:
     known = [e for e in entries if e.measured is not None and e.predicted]
     if not known:
         raise ValueError("The ledger holds no measured prediction yet: run a cell with predict(...) and measured(...).")
-    figure, (both, residual) = new_figure(width=9.5, height=1.5 + 0.55 * len(known), columns=2)
+    keys = 3 + len({name for e in known for name in e.parts})  # of the legend, four a line
+    height = 1.3 + 0.55 * len(known) + 0.25 * -(-keys // 4)
+    figure, (both, residual) = new_figure(width=9.5, height=height, columns=2)
     rows = list(reversed(range(len(known))))
     for axis in (both, residual):
         axis.grid(axis="y", visible=False)
@@ -38,8 +40,10 @@ def ledger(entries: Sequence[Any]) -> Image:
         rows, [f"{e.name}\n{amount(e.predicted, '')} to {amount(e.measured, e.unit)}" for e in known], fontsize=9
     )
     both.set(xlabel="percent of predicted", title="Predicted and measured", xlim=(0, max(110.0, *share) * 1.02))
-    both.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.3 * 3 / (len(known) + 1.5)))
     _draw_residuals(residual, rows, known)
+    told = [axis.get_legend_handles_labels() for axis in (both, residual)]
+    drawn = dict(zip(told[0][1] + told[1][1], told[0][0] + told[1][0], strict=True))  # one of each name
+    figure.legend(drawn.values(), drawn.keys(), frameon=False, ncols=4, loc="outside lower center")
     told = "; ".join(
         f"{e.name}: predicted {amount(e.predicted, e.unit)}, measured {amount(e.measured, e.unit)}" for e in known
     )
@@ -50,14 +54,12 @@ def _draw_residuals(axis: Any, rows: Sequence[int], known: Sequence[Any]) -> Non
     names: dict[str, int] = {}  # of parts, in the order of their first use -> style
     for row, entry in zip(rows, known, strict=True):
         ends = {+1: 0.0, -1: 0.0}  # contributions of either sign grow away from zero
-        parts = dict(entry.parts or {})
-        parts["unexplained"] = entry.unexplained
-        for name, size in parts.items():
-            percent = 100 * size / entry.predicted
+        for name, size in {**entry.parts, "unexplained": entry.unexplained}.items():
+            percent = 100 * size / abs(entry.predicted)
             side = 1 if percent >= 0 else -1
             style = 0 if name == "unexplained" else names.setdefault(name, len(names) + 1)
             axis.barh(
-                row, percent, left=ends[side], height=0.4, label=name if row == rows[0] or style else None,
+                row, percent, left=ends[side], height=0.4, label=name,
                 color=COLOURS[style % 7] if style else UNEXPLAINED, hatch=HATCHES[style % 7], edgecolor="white",
             )  # fmt: skip
             ends[side] += percent
@@ -68,9 +70,3 @@ def _draw_residuals(axis: Any, rows: Sequence[int], known: Sequence[Any]) -> Non
         xlabel="residual, percent of predicted", title="What the difference is made of", ylim=(-0.6, len(rows) - 0.4)
     )
     axis.margins(x=0.25)
-    handles, labels = axis.get_legend_handles_labels()
-    unique = dict(zip(labels, handles, strict=True))
-    axis.legend(
-        unique.values(), unique.keys(), frameon=False, ncols=2, loc="upper center",
-        bbox_to_anchor=(0.5, -0.3 * 3 / (len(known) + 1.5)),
-    )  # fmt: skip

@@ -29,6 +29,9 @@ PEER_LOST = (
     "remote process exited",
     "nccl communicator was aborted",
 )
+# Seconds that a rank which has returned keeps its connections up. A peer that is a little behind still reads from
+# them; one that waits in a collective which this rank never joined shall hear of it soon.
+LINGER = 0.3
 GRACE = 0.5  # seconds that a rank which lost a peer waits before it ends, so that the cause is seen first
 
 
@@ -116,6 +119,7 @@ def _run(rank: int, job: Job, folder: str) -> Failure | None:
     try:
         with process_group(job.backend, init_method=f"file://{folder}/store", timeout=job.timeout + 60):
             _write(f"{folder}/joined{rank}", b"")
+            _wait_for_all(f"{folder}/joined", job.ranks)
             memory.start_process_peak()
             wire_before = wire.sent_bytes()
             began = time.perf_counter()
@@ -135,11 +139,19 @@ def _run(rank: int, job: Job, folder: str) -> Failure | None:
                 return _failure(rank, "result", error, named=type(value).__name__)
             del value
             _write(f"{folder}/result{rank}", packed)
+            _wait_for_all(f"{folder}/result", job.ranks, LINGER)
     except BaseException as error:  # SystemExit too: a rank that calls sys.exit(3) has not returned a result
         if isinstance(error, SystemExit) and not error.code and os.path.exists(f"{folder}/result{rank}"):
             return None
         return _failure(rank, "raised", error)
     return None
+
+
+def _wait_for_all(path: str, ranks: int, seconds: float = float("inf")) -> None:
+    """Until ``path`` followed by its number is there for every rank. (Should one fail, the agent ends this process.)"""
+    give_up = time.monotonic() + seconds
+    while not all(os.path.exists(f"{path}{r}") for r in range(ranks)) and time.monotonic() < give_up:
+        time.sleep(0.001)
 
 
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024

@@ -111,14 +111,18 @@ def launch(
     )
     folder = watch.Folder()
     thread = agent.Agent(folder.path, ranks)
+    undertaker = watch.Undertaker(thread, folder)
+    open_gate = undertaker.gate.release
     try:
+        undertaker.start()
         _write_job(folder.path, job)
         stream = Stream(f"{folder.path}/logs", ranks, None if quiet else to_cell)
         exit_codes = watch.follow(thread, timeout, stream)
         outcome = _read_results(folder.path, ranks, exit_codes)
         return _assemble(outcome, stream.logs, time.perf_counter() - began, summary, chosen, ranks)
     finally:
-        watch.clean_up(thread, folder)
+        open_gate()
+        undertaker.join()
 
 
 def _check(function: Any, ranks: Any, timeout: Any, threads: Any, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ def _sweep() -> None:
             status = os.stat(path)
             if status.st_uid != os.getuid() or time.time() - status.st_mtime < 60:  # perhaps not locked yet
                 continue
-            handle = os.open(f"{path}/lock", os.O_RDWR)
+            handle = os.open(f"{path}/lock", os.O_CREAT | os.O_RDWR)
         except OSError:  # somebody else's, or gone already
             continue
         try:
@@ -107,24 +107,28 @@ def _is_gone(folder: str, rank: int) -> bool:
         return not any(os.path.exists(f"{folder}/{outcome}{rank}") for outcome in ("result", "error"))
 
 
-def clean_up(thread: agent.Agent, folder: Folder) -> None:
-    """End what is left of the ranks and remove the folder.
+class Undertaker(threading.Thread):
+    """Ends what is left of the ranks and removes the folder, as soon as its ``gate`` is released.
 
-    The work is done by a thread of its own: Ctrl-C, also a second and a third, interrupts only the wait for it.
+    A thread of its own, started first: Ctrl-C, also a second and a third, interrupts only the wait for it. The gate is
+    a bare lock because its release is one step of the interpreter, which no Ctrl-C can come before.
     """
-    undertaker = threading.Thread(target=_bury, args=(thread, folder), name="launch-clean-up")
-    undertaker.start()
-    undertaker.join()
 
+    def __init__(self, agent_thread: agent.Agent, folder: Folder) -> None:
+        super().__init__(name="launch-clean-up")
+        self._agent, self._folder = agent_thread, folder
+        self.gate = threading.Lock()
+        self.gate.acquire()
 
-def _bury(thread: agent.Agent, folder: Folder) -> None:
-    give_up = time.monotonic() + 10
-    thread.abandoned.set()
-    end_ranks(thread.folder, thread.ranks)  # also after a good end: a rank may have started children that still run
-    while thread.is_alive() and time.monotonic() < give_up:
-        thread.join(0.05)
-        end_ranks(thread.folder, thread.ranks)  # again: a rank that was just starting had no pid file yet
-    folder.remove()
+    def run(self) -> None:
+        self.gate.acquire()
+        give_up = time.monotonic() + 10
+        self._agent.abandoned.set()
+        end_ranks(self._agent.folder, self._agent.ranks)  # also after a good end: it may have left children
+        while self._agent.is_alive() and time.monotonic() < give_up:
+            self._agent.join(0.05)
+            end_ranks(self._agent.folder, self._agent.ranks)  # again: a rank just starting had no pid file yet
+        self._folder.remove()
 
 
 def end_ranks(folder: str, ranks: int) -> None:

@@ -16,20 +16,25 @@ import sys
 _NOT_SENT_AT, _SENT_AT, _SENT_AGAIN_AT, _TCP_INFO_SIZE = 144, 200, 208, 256
 
 
-def sent_bytes() -> int | None:
-    """Bytes that this process has given to its open TCP connections since each was opened; headers of TCP/IP excluded.
+# Last count of every connection seen, by inode: a peer that leaves closes its connection, and what it carried stays sent.
+_seen: dict[int, int] = {}
 
-    Bytes that wait in the system's buffer count already, bytes that had to be sent again count once.
+
+def sent_bytes() -> int | None:
+    """Bytes that this process has given to its TCP connections since each was opened; headers of TCP/IP excluded.
+
+    Bytes that wait in the system's buffer count already, bytes that had to be sent again count once. A connection that
+    closed since the last call counts with what it had sent by then.
 
     Returns:
         bytes, or ``None`` where the system does not count them (not Linux, or a kernel before 4.19).
     """
     if not sys.platform.startswith("linux"):
         return None
-    total = 0
     for name in os.listdir("/proc/self/fd"):
         try:
-            if not stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+            status = os.stat(f"/proc/self/fd/{name}")
+            if not stat.S_ISSOCK(status.st_mode):
                 continue
             descriptor = os.dup(int(name))
         except OSError:  # closed between the listing and the look
@@ -43,8 +48,8 @@ def sent_bytes() -> int | None:
             return None
         (waiting,) = struct.unpack_from("=I", info, _NOT_SENT_AT)
         sent, sent_again = struct.unpack_from("=QQ", info, _SENT_AT)
-        total += sent - sent_again + waiting
-    return total
+        _seen[status.st_ino] = sent - sent_again + waiting
+    return sum(_seen.values())
 
 
 class WireMeter:
