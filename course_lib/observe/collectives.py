@@ -38,6 +38,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "recv_": ("recv", "tensors"),
     "recv_any_source_": ("recv", "tensors"),
 }
+CALLBACK_SECONDS, CALLBACKS_IN_FLIGHT = 0.25, 16  # how long to wait at the end of a run, and for how many of the last
 POINT_TO_POINT = frozenset({"send", "recv"})
 
 
@@ -202,7 +203,13 @@ class Recorder:
         return boxed_work
 
     def collect(self) -> list[Collective]:
-        """The log so far; on CUDA this waits for the device, so that the seconds are known."""
+        """The log so far. Waits for the device on CUDA, and a moment for callbacks, so that the seconds are known."""
+        # A collective's waiter may go on before its callback has run on gloo's own thread
+        give_up = time.perf_counter() + CALLBACK_SECONDS
+        while time.perf_counter() < give_up and any(
+            c.seconds is None and c.kind not in POINT_TO_POINT for c in self.log[-CALLBACKS_IN_FLIGHT:]
+        ):
+            time.sleep(0.001)
         if self._events:
             import torch
 
