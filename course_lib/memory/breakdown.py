@@ -1,0 +1,96 @@
+"""What one GPU needs for a step, taken apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+GIB = 2**30
+SEGMENT = 2 * 2**20  # the caching allocator asks the driver for multiples of 2 MiB
+
+# Share of the peak that the caching allocator reserves beyond it at the expected reading: fitted on allocation traces of
+# real steps (SmolLM2 and the tiny Llama, recorded on a CPU) replayed through the allocator's rules in
+# `course_lib.memory.allocator`; see benchmarks/memory.py, which prints the fit. No GPU run is behind it.
+EXPECTED_WASTE = 0.04
+# arXiv does not say and no run of ours does: Hugging Face's documentation measured 1,343 MiB on a V100 (torch 1.10, all
+# kernels loaded at once). Newer CUDA loads kernels lazily and needs less. `nvidia-smi` less `reserved` is yours.
+CUDA_CONTEXT = 1343 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """What the caching allocator holds at the peak, bytes: no waste at all, the expected, and nothing ever reused."""
+
+    low: int
+    expected: int
+    high: int
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Bytes on the fullest GPU of a run.
+
+    Attributes:
+        weights: parameters at rest, quantized or sharded as they are, and the model's buffers.
+        gradients: at rest after backward.
+        optimizer: states, and fp32 master weights where the method has them.
+        activations: what autograd keeps for backward, logits left out; with autocast its 2-byte copies of the weights
+            are under `buffers`.
+        logits: the most that logits, their fp32 copy and their gradients take at one time.
+        buffers: DDP's and ZeRO's buckets, gathered FSDP units and their unsharded gradients, autocast's weight copies.
+        kept: all that autograd keeps at the moment of the loss (activations, log-probabilities, weight copies).
+        peak: of the worst moment; `moment` names it. Not the sum of the above: they are not all there at one time.
+        moments: bytes at each moment of a step that can be the worst.
+        num_parameters, num_trainable: of the whole model, adapters included.
+        cuda_context: bytes that CUDA itself takes, which PyTorch does not count.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    buffers: int
+    kept: int
+    peak: int
+    moment: str
+    moments: dict[str, int]
+    num_parameters: int
+    num_trainable: int
+    cuda_context: int = CUDA_CONTEXT
+
+    @property
+    def resident(self) -> int:
+        """Bytes that stay between steps: weights, optimizer's state."""
+        return self.weights + self.optimizer
+
+    @property
+    def allocated(self) -> int:
+        """torch.cuda.max_memory_allocated(): the peak."""
+        return self.peak
+
+    @property
+    def reserved(self) -> Reserved:
+        """torch.cuda.max_memory_reserved(), a range: it depends on the order of sizes, which no formula knows."""
+        parts = self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.buffers
+        low = -(-self.peak // SEGMENT) * SEGMENT
+        expected = -(-int(self.peak * (1 + EXPECTED_WASTE)) // SEGMENT) * SEGMENT
+        return Reserved(low, expected, max(expected, -(-parts // SEGMENT) * SEGMENT))
+
+    @property
+    def device(self) -> int:
+        """What nvidia-smi shows: reserved (expected) and CUDA's context."""
+        return self.reserved.expected + self.cuda_context
+
+    def fits(self, memory: int) -> bool:
+        """Whether a card of `memory` bytes holds it, at the expected reading, CUDA's context included."""
+        return self.device <= memory
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: every field in bytes, `reserved` as low, expected and high."""
+        names = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "kept", "peak", "moment",
+                 "moments", "num_parameters", "num_trainable", "cuda_context", "resident", "device")  # fmt: skip
+        spread = self.reserved
+        return {name: getattr(self, name) for name in names} | {
+            "reserved": {"low": spread.low, "expected": spread.expected, "high": spread.high}
+        }

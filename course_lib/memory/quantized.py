@@ -1,0 +1,37 @@
+"""Bytes of quantized tensors: NF4 weights and 8-bit optimizer states, as bitsandbytes stores them."""
+
+from __future__ import annotations
+
+NF4_BLOCK, SECOND_BLOCK = 64, 256  # weights an absmax, absmaxes a second constant: arXiv:2305.14314, section 3
+STATE_BLOCK = 256  # elements an absmax of an 8-bit optimizer state
+SMALL_TENSOR = 4096  # elements below which bitsandbytes keeps a state in fp32 (its min_8bit_size)
+
+
+def blocks(elements: int, size: int) -> int:
+    return -(-elements // size)
+
+
+def nf4_bytes(elements: int, *, double: bool = True) -> int:
+    """Bytes of one NF4 matrix: codes, and one absmax for 64 of them; constants of 16 and 256 levels apart.
+
+    `double`: the absmaxes are themselves 8-bit codes with one fp32 constant for 256 of them, plus their mean.
+    """
+    codes, first = blocks(elements, 2), blocks(elements, NF4_BLOCK)
+    return codes + (first + 4 * blocks(first, SECOND_BLOCK) + 4 if double else 4 * first)
+
+
+def nf4_bits(*, block: int = NF4_BLOCK, second: int = SECOND_BLOCK, absmax_bits: int = 8, constant_bits: int = 32) -> dict[str, float]:
+    """Bits a parameter: of the constants in fp32, of the doubly quantized ones, saved, and in all (4.127).
+
+    Source: arXiv:2305.14314, section 3, double quantization.
+    """
+    plain = constant_bits / block
+    double = absmax_bits / block + constant_bits / (block * second)
+    return {"fp32 constants": plain, "double": double, "saved": plain - double, "total": 4 + double}
+
+
+def adam8bit_bytes(elements: int) -> int:
+    """Bytes of both Adam states of one tensor: a byte an element and an fp32 absmax a block; fp32 for small tensors."""
+    if elements < SMALL_TENSOR:
+        return 8 * elements
+    return 2 * (elements + 4 * blocks(elements, STATE_BLOCK))

@@ -1,0 +1,193 @@
+"""The widths of a decoder-only language model: all that its memory and its arithmetic depend on."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder-only transformer.
+
+    Attributes:
+        layers, hidden, heads, vocab: numbers of blocks, of features, of attention heads, of tokens.
+        kv_heads: heads of keys and values; fewer than `heads` is grouped-query attention. 0: as many as `heads`.
+        head_dim: features a head. 0: hidden / heads.
+        intermediate: width of the MLP. 0: 4 x hidden.
+        gated: SwiGLU, three matrices in the MLP; otherwise two.
+        tied: the output layer is the embedding's matrix.
+        attention_bias, mlp_bias: biases of q, k, v (`out_bias` for o) and of the MLP.
+        qk_norm: a norm over each head's queries and keys (Qwen3).
+        norm_bias: LayerNorm, with a bias, in the place of RMSNorm.
+        positions: length of a learned table of positions; 0: rotary positions, no parameters.
+        name: for tables and messages.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    intermediate: int = 0
+    gated: bool = True
+    tied: bool = False
+    attention_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    norm_bias: bool = False
+    positions: int = 0
+    name: str = "a model"
+
+    def __post_init__(self) -> None:
+        for field in ("layers", "hidden", "heads", "vocab"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field}={value!r}: give a whole number of at least 1.")
+        for field, default in (
+            ("kv_heads", self.heads),
+            ("head_dim", self.hidden // self.heads),
+            ("intermediate", 4 * self.hidden),
+        ):
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{field}={value!r}: give a whole number, or 0 for the usual one.")
+            if not value:
+                object.__setattr__(self, field, default)
+        if self.head_dim * self.heads != self.hidden and self.head_dim == self.hidden // self.heads:
+            raise ValueError(
+                f"hidden={self.hidden} does not split into heads={self.heads}: give another number of heads."
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}: each group needs as many.")
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
+
+    def __hash__(self) -> int:  # worked out once: estimate looks things up by shape many thousand times
+        return self._hash
+
+    @property
+    def attention_width(self) -> int:
+        """heads x head_dim: the width of queries and of o_proj's input; not always `hidden`."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def block_matrices(self) -> dict[str, tuple[int, int]]:
+        """The matrices of one block, (out, in): q, k, v, o, then g(ate), u(p), d(own); without a gate u and d."""
+        h, a, k, m = self.hidden, self.attention_width, self.kv_width, self.intermediate
+        gate = {"g": (m, h)} if self.gated else {}
+        return {"q": (a, h), "k": (k, h), "v": (k, h), "o": (h, a), **gate, "u": (m, h), "d": (h, m)}
+
+    @property
+    def block_vectors(self) -> list[int]:
+        """Numbers of elements of one block's norms and biases, one entry a tensor."""
+        h, a, k, m = self.hidden, self.attention_width, self.kv_width, self.intermediate
+        norms = [h, h] * (2 if self.norm_bias else 1) + ([self.head_dim] * 2 if self.qk_norm else [])
+        attention = ([a, k, k] if self.attention_bias else []) + ([h] if self.out_bias else [])
+        return norms + attention + (([m] if self.gated else []) + [m, h] if self.mlp_bias else [])
+
+    @property
+    def block_parameters(self) -> int:
+        return sum(rows * columns for rows, columns in self.block_matrices.values()) + sum(self.block_vectors)
+
+    @property
+    def embedding_parameters(self) -> int:
+        return (self.vocab + self.positions) * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the output layer; 0 where it is the embedding's matrix."""
+        return 0 if self.tied else self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All of them, a tied matrix once."""
+        final_norm = self.hidden * (2 if self.norm_bias else 1)
+        return self.layers * self.block_parameters + self.embedding_parameters + self.head_parameters + final_norm
+
+
+def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, positions: int = 2048, name: str = "a GPT") -> Shape:
+    """The GPT of the Megatron papers: LayerNorm, biases everywhere, MLP of 4 x hidden, learned positions, tied.
+
+    Its count is equation 2 of arXiv:2104.04473, 12 l h^2 (1 + 13/12h + (V + s)/12lh), plus the last norm's 2h.
+    """
+    return Shape(
+        layers, hidden, heads, vocab, gated=False, tied=True, attention_bias=True, out_bias=True, mlp_bias=True,
+        norm_bias=True, positions=positions, name=name,
+    )  # fmt: skip
+
+
+def shape_of(model: str | Shape | Mapping[str, Any] | Any) -> Shape:
+    """The shape behind a preset's name, a mapping of :class:`Shape`'s fields, or a transformers configuration or model.
+
+    Raises:
+        ValueError: a name that is no preset (the nearest are offered), or something that has no widths.
+    """
+    if isinstance(model, Shape):
+        return model
+    if isinstance(model, str):
+        return _preset(model)
+    if isinstance(model, Mapping):
+        unknown = set(model) - {field.name for field in fields(Shape)}
+        if unknown:
+            near = difflib.get_close_matches(sorted(unknown)[0], [field.name for field in fields(Shape)], 1)
+            raise ValueError(f"A shape has no {sorted(unknown)[0]!r}" + (f": did you mean {near[0]!r}?" if near else "."))
+        missing = [name for name in ("layers", "hidden", "heads", "vocab") if name not in model]
+        if missing:
+            raise ValueError(f"A shape needs layers, hidden, heads and vocab: {missing[0]} is missing.")
+        return Shape(**model)
+    config = getattr(model, "config", model)
+    config = getattr(config, "text_config", None) or config  # the language model inside a multimodal one
+    if not all(hasattr(config, name) for name in ("num_hidden_layers", "hidden_size", "vocab_size")):
+        raise ValueError(f"No model can be read from {type(model).__name__}: give a preset's name, a config or widths.")
+    return _from_config(config)
+
+
+def _from_config(config: Any) -> Shape:
+    kind = getattr(config, "model_type", "")
+    if getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0):
+        raise ValueError(f"{kind} is a mixture of experts: the course's memory model knows dense models only.")
+    if kind == "gpt2":
+        return replace(
+            gpt(config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.vocab_size,
+                config.max_position_embeddings, "gpt2"),
+            tied=config.tie_word_embeddings,
+        )  # fmt: skip
+    if kind not in ("llama", "mistral", "qwen2", "qwen3", "smollm3"):
+        raise ValueError(f"model_type {kind!r} is not known here: give its widths, as in estimate(dict(layers=…, …)).")
+    bias = kind == "qwen2" or bool(getattr(config, "attention_bias", False))
+    return Shape(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        vocab=config.vocab_size,
+        kv_heads=getattr(config, "num_key_value_heads", None) or 0,
+        head_dim=getattr(config, "head_dim", None) or 0,
+        intermediate=config.intermediate_size,
+        tied=bool(config.tie_word_embeddings),
+        attention_bias=bias,
+        out_bias=bias and kind != "qwen2",
+        mlp_bias=bool(getattr(config, "mlp_bias", False)),
+        qk_norm=kind == "qwen3",
+        name=getattr(config, "_name_or_path", "") or kind,
+    )
+
+
+@lru_cache(maxsize=None)
+def _preset(name: str) -> Shape:
+    from course_lib.memory.presets import PRESETS
+
+    key = re.sub(r"[-_]?(instruct|base|hf|chat|it)$", "", name.strip().lower().rpartition("/")[2]).removeprefix("meta-")
+    if key in PRESETS:
+        return PRESETS[key]
+    near = difflib.get_close_matches(key, PRESETS, 3, 0.4) or ["llama-3.1-8b", "qwen3-0.6b"]
+    raise ValueError(f"No preset is called {name!r}: the nearest are {', '.join(near)}. A config or widths will do too.")

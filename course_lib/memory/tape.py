@@ -1,0 +1,153 @@
+"""A tape of operations: what a piece of a network keeps for its backward pass, and how high memory climbs in it.
+
+A *size* is a linear form such as ``{"Nh": 4}``: four bytes for each of the (tokens x hidden) elements; `estimate` puts
+numbers in at the end. So a tape is worked out once for a kind of model, and costs nothing for each further length, batch
+or width.
+
+The rules are those of PyTorch's eager autograd: an output lives until its last use, what an operation saves lives until
+its backward has run, a gradient lives until it has been used, and where two gradients of one tensor meet, both exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Size = dict[str, float]
+
+
+def plus(*sizes: Size) -> Size:
+    """The sum of sizes."""
+    total: Size = {}
+    for size in sizes:
+        for symbol, bytes_each in size.items():
+            total[symbol] = total.get(symbol, 0) + bytes_each
+    return total
+
+
+def times(size: Size, factor: float) -> Size:
+    return {symbol: bytes_each * factor for symbol, bytes_each in size.items()}
+
+
+@dataclass(eq=False)
+class Tensor:
+    """One storage of the forward pass. `wants_grad`: backward computes a gradient for it."""
+
+    name: str
+    size: Size
+    wants_grad: bool = True
+
+
+@dataclass(eq=False)
+class Op:
+    """One operation.
+
+    Attributes:
+        inputs, out: tensors read and made. An `out` that is None makes nothing (a view).
+        saved: what autograd keeps until the operation's backward has run.
+        weight_grad: gradient of its weight, which stays until the optimizer's step.
+        temporary, backward_temporary: memory that lives during the operation only.
+        kept: selective checkpointing keeps its output (matrix products and attention).
+        passes_through: backward hands its gradient on without making a new tensor (additions, views).
+    """
+
+    name: str
+    inputs: list[Tensor]
+    out: Tensor
+    saved: list[Tensor] = field(default_factory=list)
+    weight_grad: Size = field(default_factory=dict)
+    temporary: Size = field(default_factory=dict)
+    backward_temporary: Size = field(default_factory=dict)
+    kept: bool = False
+    passes_through: bool = False
+
+
+class Tape:
+    """Records operations in the order of the forward pass.
+
+    >>> tape, x = Tape(), Tensor("x", {"Nh": 4})
+    >>> y = tape.op("silu", [x], {"Nh": 4}, saved=[x])
+    >>> tape.saved()
+    {'Nh': 4}
+    """
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+
+    def op(self, name: str, inputs: list[Tensor], size: Size, *, saves_out: bool = False, **options) -> Tensor:
+        """Append an operation and return its output; `saves_out`: the output itself is saved (softmax, rsqrt)."""
+        out = Tensor(name, size, any(t.wants_grad for t in inputs) or bool(options.get("weight_grad")))
+        op = Op(name, inputs, out, **options)
+        if saves_out:
+            op.saved = [*op.saved, out]
+        self.ops.append(op)
+        return out
+
+    def saved(self) -> Size:
+        """Bytes kept from forward to backward, each storage once."""
+        return plus(*(tensor.size for tensor in self._saved_tensors()))
+
+    def kept(self) -> Size:
+        """Bytes that selective checkpointing keeps beside the input."""
+        return plus(*(op.out.size for op in self.ops if op.kept))
+
+    def weight_grads(self) -> Size:
+        return plus(*(op.weight_grad for op in self.ops))
+
+    def _saved_tensors(self) -> dict[Tensor, int]:
+        users: dict[Tensor, int] = {}
+        for op in self.ops:
+            for tensor in self._saves(op):
+                users[tensor] = users.get(tensor, 0) + 1
+        return users
+
+    @staticmethod
+    def _saves(op: Op) -> set[Tensor]:
+        """Nothing where no gradient will come by."""
+        return set(op.saved) if op.out.wants_grad else set()
+
+    def forward_moments(self, given: Tensor, *, keep: bool = True) -> list[Size]:
+        """Sizes in sight after each operation, the input `given` counted, what lies outside the tape not.
+
+        `keep` False: nothing is saved for backward (the first pass of a checkpointed block).
+        """
+        last_use = {tensor: i for i, op in enumerate(self.ops) for tensor in op.inputs}
+        saved = self._saved_tensors() if keep else {}
+        alive = {given}
+        moments = []
+        for i, op in enumerate(self.ops):
+            alive.add(op.out)
+            moments.append(plus(*(t.size for t in alive), op.temporary))
+            alive = {t for t in alive if last_use.get(t, len(self.ops)) > i or t in saved}
+        return moments
+
+    def backward_moments(self, *, accumulate: bool = False) -> list[Size]:
+        """Sizes in sight during the backward pass: what is still saved, gradients in flight, weights' gradients.
+
+        `accumulate`: a gradient is there already from an earlier micro-batch (not counted here): the new one is added to
+        it and gone.
+        """
+        users = self._saved_tensors()
+        alive: dict[object, Size] = {tensor: tensor.size for tensor in users}
+        grads: dict[Tensor, Size] = {self.ops[-1].out: self.ops[-1].out.size}
+        moments = []
+        for op in reversed(self.ops):
+            grad_out = grads.get(op.out, {})
+            wanted = [tensor for tensor in dict.fromkeys(op.inputs) if tensor.wants_grad]
+            # an addition hands the very gradient on that it got, unless the other input has another dtype
+            made = {t: {} if op.passes_through and t.size == op.out.size else t.size for t in wanted}
+            if op.weight_grad:
+                alive[op] = op.weight_grad
+            moments.append(plus(*alive.values(), *grads.values(), *made.values(), op.backward_temporary))
+            if accumulate:
+                alive.pop(op, None)
+            grads.pop(op.out, None)
+            for tensor, size in made.items():
+                if not size:
+                    size, grad_out = grad_out, {}  # the first one now stands for the storage
+                grads[tensor] = tensor.size if grads.get(tensor) else size
+            for tensor in self._saves(op):
+                users[tensor] -= 1
+                if not users[tensor]:
+                    del alive[tensor]
+        return moments
+
