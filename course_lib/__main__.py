@@ -13,7 +13,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("proof", help="ten seconds: a real 2-rank DDP training, held against one rank")
     commands.add_parser("progress", help="what you have passed so far")
-    arguments = parser.parse_args(argv)
+    commands.add_parser(
+        "memory", help="GPU memory of a training step; memory --help lists the settings", add_help=False
+    )
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.command == "memory":
+        from course_lib import memory_command
+
+        return memory_command.main(rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if arguments.command == "proof":
         from course_lib.proof import prove
 

@@ -24,7 +24,7 @@ MODULE_LINES = 300
 FLOORS = {
     "low": "launch observe memory links planner models data ledger progress shell smollm2_copy",
     "middle": "training collectives checking comparing figures notebook",
-    "top": "checks workshop doctor __main__ labs proof",
+    "top": "checks workshop doctor __main__ labs proof memory_command",
 }
 HEIGHTS = {room: height for height, rooms in enumerate(FLOORS.values()) for room in rooms.split()}
 

@@ -100,12 +100,12 @@ class _Writer:
         y = self.cast(x, wide_in, n.compute)
         unpacked: Size = {f"W{which}": n.compute} if n.method == "qlora" else {}  # NF4 is unpacked for each product
         base = self.op(which, [y], wide_out, n.compute, temporary=unpacked, backward_temporary=unpacked, kept=True)
-        z = self.cast(x, wide_in, n.factors)
-        z = self.cast(z, wide_in, n.compute) if n.autocast else z
+        wide = self.cast(x, wide_in, n.factors)  # by PEFT, to its factors' dtype; autocast then casts that
+        z = self.cast(wide, wide_in, n.compute) if n.autocast else wide
         down = self.op(f"{which}.A", [z], "Nr", n.compute, saved=[z], weight_grad={f"L{which}": n.factors}, kept=True)
-        up = self.op(f"{which}.B", [down], wide_out, n.compute, saved=[down], kept=True)
+        up = self.op(f"{which}.B", [down], wide_out, n.compute, saved=[down])
         scaled = self.op("x alpha / r", [up], wide_out, n.compute)
-        return self.op("+ lora", [base, scaled], wide_out, n.compute, passes_through=True)
+        return self.op("+ lora", [base, scaled], wide_out, n.compute, passes_through=True, holds=[x, wide])
 
     def rotary(self, x: Tensor, symbol: str) -> Tensor:
         """x * cos + rotate_half(x) * sin; cos and sin have the residual stream's dtype, and the wider one wins."""
@@ -128,26 +128,33 @@ class _Writer:
             rows = self.tape.op("log-sum-exp", [], {"NH": 4})
             rows.wants_grad = False
             out = self.op("attention", [q, k, v], "Na", n.compute, saved=[q, k, v, rows], saves_out=True, kept=True)
-            return self.linear(out, "o")
-        scores = self.op("scores", [q, k], "NS", n.compute, saved=[q, k], kept=True)
+            return self.held_until_here(self.linear(out, "o"), [x, q, k, v])
+        scores = self.op("scores", [q, k], "NS", n.compute, saved=[q, k])
         scores = self.op("x scale", [scores], "NS", n.compute)
         scores = self.op("+ mask", [scores], "NS", max(n.compute, n.stored), passes_through=True)
-        shares = self.op("softmax", [scores], "NS", 4, saves_out=True, temporary={"NS": 4} if self.bytes[scores] < 4 else {})
+        shares = self.op(
+            "softmax", [scores], "NS", 4, saves_out=True, temporary={"NS": 4} if self.bytes[scores] < 4 else {}
+        )
         shares = self.cast(shares, "NS", n.compute)
-        out = self.op("shares x v", [shares, v], "Na", n.compute, saved=[shares, v], kept=True)
+        out = self.op("shares x v", [shares, v], "Na", n.compute, saved=[shares, v])
         out = self.op("to (tokens, heads)", [out], "Na", n.compute)
-        return self.linear(out, "o")
+        return self.held_until_here(self.linear(out, "o"), [x, q, k, v, shares])
 
     def mlp(self, x: Tensor) -> Tensor:
         c = self.n.compute
         if not self.n.gated:
             up = self.linear(x, "u")
-            return self.linear(self.op("gelu", [up], "Nm", c, saved=[up]), "d")
+            return self.held_until_here(self.linear(self.op("gelu", [up], "Nm", c, saved=[up]), "d"), [x])
         gate = self.linear(x, "g")
         active = self.op("silu", [gate], "Nm", c, saved=[gate])
         up = self.linear(x, "u")
         product = self.op("gate x up", [active, up], "Nm", c, saved=[active, up])
-        return self.linear(product, "d")
+        return self.held_until_here(self.linear(product, "d"), [x])
+
+    def held_until_here(self, out: Tensor, tensors: list[Tensor]) -> Tensor:
+        """A method that returns `out` has held its arguments and variables up to its last operation."""
+        self.tape.ops[-1].holds = [*self.tape.ops[-1].holds, *tensors]
+        return out
 
 
 @lru_cache(maxsize=256)

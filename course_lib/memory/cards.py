@@ -59,6 +59,8 @@ def card(name: str | Card) -> Card:
     """
     if isinstance(name, Card):
         return name
+    if not isinstance(name, str):
+        raise ValueError(f"card={name!r}: give a card's name, such as 'a100-80gb', or an amount, such as '24GiB'.")
     key = name.strip().lower().replace(" ", "")
     if key in CARDS:
         return CARDS[key]
@@ -66,4 +68,6 @@ def card(name: str | Card) -> Card:
     if amount and float(amount[1]) > 0:
         return Card(name.strip(), int(float(amount[1]) * (GIB if amount[2] == "gib" else 10**9)), True, 0.0, 0.0)
     near = difflib.get_close_matches(key, CARDS, 3, 0.3) or ["t4", "a100-80gb", "h100-80gb"]
-    raise ValueError(f"No card is called {name!r}: the nearest are {', '.join(near)}; an amount such as 24GiB will do too.")
+    raise ValueError(
+        f"No card is called {name!r}: the nearest are {', '.join(near)}; an amount such as 24GiB will do too."
+    )

@@ -54,7 +54,10 @@ def local_matrices(shape: Shape, tensor_parallel: int) -> dict[str, tuple[int, i
 
 def local_factors(shape: Shape, rank: int, tensor_parallel: int) -> dict[str, tuple[int, int]]:
     """LoRA's A and B of each matrix, in elements, on one tensor-parallel rank: the split side is split in them too."""
-    return {which: (rank * columns, rank * rows) for which, (rows, columns) in local_matrices(shape, tensor_parallel).items()}
+    return {
+        which: (rank * columns, rank * rows)
+        for which, (rows, columns) in local_matrices(shape, tensor_parallel).items()
+    }
 
 
 @lru_cache(maxsize=4096)

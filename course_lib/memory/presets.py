@@ -65,10 +65,22 @@ _MEGATRON = {
 
 def _all() -> dict[str, Shape]:
     found = {}
-    for table, extra in ((_LLAMA, {}), (_QWEN2, {"attention_bias": True}), (_QWEN3, {"qk_norm": True, "head_dim": 128})):
+    for table, extra in (
+        (_LLAMA, {}),
+        (_QWEN2, {"attention_bias": True}),
+        (_QWEN3, {"qk_norm": True, "head_dim": 128}),
+    ):
         for name, (layers, hidden, heads, kv_heads, intermediate, vocab, tied) in table.items():
             found[name] = Shape(
-                layers, hidden, heads, vocab, kv_heads=kv_heads, intermediate=intermediate, tied=tied, name=name, **extra
+                layers,
+                hidden,
+                heads,
+                vocab,
+                kv_heads=kv_heads,
+                intermediate=intermediate,
+                tied=tied,
+                name=name,
+                **extra,
             )
     for name, (layers, hidden, heads) in _MEGATRON.items():
         found[name] = gpt(layers, hidden, heads, name=name)

@@ -12,15 +12,18 @@ def blocks(elements: int, size: int) -> int:
 
 
 def nf4_bytes(elements: int, *, double: bool = True) -> int:
-    """Bytes of one NF4 matrix: codes, and one absmax for 64 of them; constants of 16 and 256 levels apart.
+    """Bytes of one NF4 matrix: codes, one absmax for 64 of them, and the table of the 16 levels in fp32.
 
-    `double`: the absmaxes are themselves 8-bit codes with one fp32 constant for 256 of them, plus their mean.
+    `double`: the absmaxes are themselves 8-bit codes with one fp32 constant for 256 of them, their mean, and a table of
+    256 levels. bitsandbytes keeps both tables once a matrix.
     """
-    codes, first = blocks(elements, 2), blocks(elements, NF4_BLOCK)
-    return codes + (first + 4 * blocks(first, SECOND_BLOCK) + 4 if double else 4 * first)
+    codes, first = blocks(elements, 2) + 4 * 16, blocks(elements, NF4_BLOCK)
+    return codes + (first + 4 * blocks(first, SECOND_BLOCK) + 4 + 4 * 256 if double else 4 * first)
 
 
-def nf4_bits(*, block: int = NF4_BLOCK, second: int = SECOND_BLOCK, absmax_bits: int = 8, constant_bits: int = 32) -> dict[str, float]:
+def nf4_bits(
+    *, block: int = NF4_BLOCK, second: int = SECOND_BLOCK, absmax_bits: int = 8, constant_bits: int = 32
+) -> dict[str, float]:
     """Bits a parameter: of the constants in fp32, of the doubly quantized ones, saved, and in all (4.127).
 
     Source: arXiv:2305.14314, section 3, double quantization.

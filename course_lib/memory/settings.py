@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from course_lib.memory.cards import Card, card
+from course_lib.memory.checked import pick
 from course_lib.memory.shapes import Shape
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -16,17 +16,20 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "checkpointing": ("none", "selective", "full"),
     "attention": ("flash", "eager"),
     "offload": ("none", "optimizer", "all"),
-    "step": ("foreach", "loop", "fused"),
+    "step": ("fused", "foreach", "loop"),
+    "device": ("cuda", "cpu"),
 }
-_CHOSEN = {name: frozenset(choices) for name, choices in CHOICES.items()}
+QUANTIZED = ("nf4", "4bit", "int4", "fp4")
 
 
-def check_choice(name: str, value: str) -> None:
-    """Raises ValueError for a value that is no choice of `name`; the nearest one is offered."""
-    if value not in _CHOSEN[name]:
-        near = difflib.get_close_matches(str(value).lower(), CHOICES[name], 1, 0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(CHOICES[name])}."
-        raise ValueError(f"{name}={value!r} is no choice: {hint}")
+def check_choices(**chosen: str) -> None:
+    """Raises ValueError for a value that is no choice; the nearest one is offered."""
+    for name, value in chosen.items():
+        if name == "precision" and value in QUANTIZED:
+            raise ValueError(
+                f"precision={value!r}: weights in 4 bits cannot be trained themselves: that is method='qlora'."
+            )
+        pick(name, value, CHOICES[name])
 
 
 def check_counts(**counts: Any) -> None:
@@ -36,12 +39,22 @@ def check_counts(**counts: Any) -> None:
             raise ValueError(f"{name}={value!r}: give a whole number of at least 1.")
 
 
-def check_parallel(shape: Shape, t: int, p: int, c: int, seq_len: int, ranks: int, strategy: str) -> None:
+def check_parallel(
+    shape: Shape, t: int, p: int, c: int, seq_len: int, ranks: int, strategy: str, sequence_parallel: bool
+) -> None:
     """Raises ValueError where the model does not divide as asked."""
+    if type(sequence_parallel) is not bool:
+        raise ValueError(f"sequence_parallel={sequence_parallel!r}: give True or False.")
+    if shape.positions and seq_len > shape.positions:
+        raise ValueError(
+            f"{shape.name} has {shape.positions:,} learned positions: seq_len={seq_len:,} is too long for it."
+        )
     if shape.heads % t:
         raise ValueError(f"{shape.name} has {shape.heads} heads: tensor_parallel={t} does not divide them.")
     if shape.kv_heads % t and t % shape.kv_heads:
-        raise ValueError(f"{shape.name} has {shape.kv_heads} kv heads: tensor_parallel={t} neither divides nor repeats them.")
+        raise ValueError(
+            f"{shape.name} has {shape.kv_heads} kv heads: tensor_parallel={t} neither divides nor repeats them."
+        )
     if shape.intermediate % t or shape.vocab % t:
         what = "intermediate width" if shape.intermediate % t else "vocabulary"
         size = shape.intermediate if shape.intermediate % t else shape.vocab
@@ -54,12 +67,14 @@ def check_parallel(shape: Shape, t: int, p: int, c: int, seq_len: int, ranks: in
         raise ValueError(f"ranks={ranks} with strategy='single': several ranks need ddp, zero1, zero2, zero3 or fsdp.")
 
 
-def check_method(method: str, precision: str, optimizer: str, strategy: str, offload: str, lora_rank: int) -> None:
+def check_method(method: str, optimizer: str, strategy: str, offload: str, lora_rank: int) -> None:
     """Raises ValueError for combinations that no program runs."""
     if method != "full":
         check_counts(lora_rank=lora_rank)
     if offload == "optimizer" and strategy in ("single", "ddp"):
-        raise ValueError(f"offload='optimizer' needs a strategy that can: zero1, zero2, zero3 or fsdp, not {strategy!r}.")
+        raise ValueError(
+            f"offload='optimizer' needs a strategy that can: zero1, zero2, zero3 or fsdp, not {strategy!r}."
+        )
     if offload == "all" and strategy not in ("zero3", "fsdp"):
         raise ValueError(f"offload='all' needs sharded parameters: strategy zero3 or fsdp, not {strategy!r}.")
     if offload != "none" and "8bit" in optimizer:

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 
@@ -48,7 +48,7 @@ class Shape:
     def __post_init__(self) -> None:
         for field in ("layers", "hidden", "heads", "vocab"):
             value = getattr(self, field)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise ValueError(f"{field}={value!r}: give a whole number of at least 1.")
         for field, default in (
             ("kv_heads", self.heads),
@@ -56,7 +56,7 @@ class Shape:
             ("intermediate", 4 * self.hidden),
         ):
             value = getattr(self, field)
-            if not isinstance(value, int) or value < 0:
+            if type(value) is not int or value < 0:
                 raise ValueError(f"{field}={value!r}: give a whole number, or 0 for the usual one.")
             if not value:
                 object.__setattr__(self, field, default)
@@ -65,7 +65,9 @@ class Shape:
                 f"hidden={self.hidden} does not split into heads={self.heads}: give another number of heads."
             )
         if self.heads % self.kv_heads:
-            raise ValueError(f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}: each group needs as many.")
+            raise ValueError(
+                f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}: each group needs as many."
+            )
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, field.name) for field in fields(self))))
 
     def __hash__(self) -> int:  # worked out once: estimate looks things up by shape many thousand times
@@ -140,7 +142,9 @@ def shape_of(model: str | Shape | Mapping[str, Any] | Any) -> Shape:
         unknown = set(model) - {field.name for field in fields(Shape)}
         if unknown:
             near = difflib.get_close_matches(sorted(unknown)[0], [field.name for field in fields(Shape)], 1)
-            raise ValueError(f"A shape has no {sorted(unknown)[0]!r}" + (f": did you mean {near[0]!r}?" if near else "."))
+            raise ValueError(
+                f"A shape has no {sorted(unknown)[0]!r}" + (f": did you mean {near[0]!r}?" if near else ".")
+            )
         missing = [name for name in ("layers", "hidden", "heads", "vocab") if name not in model]
         if missing:
             raise ValueError(f"A shape needs layers, hidden, heads and vocab: {missing[0]} is missing.")
@@ -182,7 +186,7 @@ def _from_config(config: Any) -> Shape:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _preset(name: str) -> Shape:
     from course_lib.memory.presets import PRESETS
 
@@ -190,4 +194,6 @@ def _preset(name: str) -> Shape:
     if key in PRESETS:
         return PRESETS[key]
     near = difflib.get_close_matches(key, PRESETS, 3, 0.4) or ["llama-3.1-8b", "qwen3-0.6b"]
-    raise ValueError(f"No preset is called {name!r}: the nearest are {', '.join(near)}. A config or widths will do too.")
+    raise ValueError(
+        f"No preset is called {name!r}: the nearest are {', '.join(near)}. A config or widths will do too."
+    )

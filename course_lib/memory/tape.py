@@ -48,6 +48,7 @@ class Op:
         temporary, backward_temporary: memory that lives during the operation only.
         kept: selective checkpointing keeps its output (matrix products and attention).
         passes_through: backward hands its gradient on without making a new tensor (additions, views).
+        holds: tensors that a name of the Python code still holds here, though nothing reads them any more.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Op:
     backward_temporary: Size = field(default_factory=dict)
     kept: bool = False
     passes_through: bool = False
+    holds: list[Tensor] = field(default_factory=list)
 
 
 class Tape:
@@ -110,7 +112,7 @@ class Tape:
 
         `keep` False: nothing is saved for backward (the first pass of a checkpointed block).
         """
-        last_use = {tensor: i for i, op in enumerate(self.ops) for tensor in op.inputs}
+        last_use = {tensor: i for i, op in enumerate(self.ops) for tensor in (*op.inputs, *op.holds)}
         saved = self._saved_tensors() if keep else {}
         alive = {given}
         moments = []
@@ -150,4 +152,3 @@ class Tape:
                 if not users[tensor]:
                     del alive[tensor]
         return moments
-

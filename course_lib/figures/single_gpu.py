@@ -1,0 +1,199 @@
+"""Lesson 2's pictures: memory by technique, gradients against fp16's range, an 8-bit state, NF4's levels, learning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from course_lib.figures.style import COLOURS, HATCHES, LINES, MARKERS, new_figure, picture
+
+if TYPE_CHECKING:
+    from IPython.display import Image
+
+PARTS = ("weights", "gradients", "optimizer", "activations")
+MIB = 2**20
+FP16_SMALLEST, FP16_NORMAL, FP16_LARGEST = -24, -14, 16  # powers of two
+
+
+def memory_by_technique(rows: Sequence[Mapping[str, Any]], *, title: str = "What each technique leaves") -> Image:
+    """One bar a technique, stacked by category, with its measured peak and, where there is one, its predicted peak.
+
+    Args:
+        rows: mappings with "technique", "weights", "gradients", "optimizer", "activations", "peak" and, if known,
+            "predicted", all in bytes.
+
+    Raises:
+        ValueError: no rows.
+    """
+    if not rows:
+        raise ValueError("There is nothing to draw: give at least one technique.")
+    figure, (axis,) = new_figure(height=1.3 + 0.42 * len(rows))
+    axis.grid(axis="y", visible=False)
+    axis.grid(axis="x", color="#DDDDDD", linewidth=0.8)
+    places = range(len(rows))[::-1]
+    left = [0.0] * len(rows)
+    for part, colour, hatch in zip(PARTS, (COLOURS[0], COLOURS[1], COLOURS[2], COLOURS[4]), HATCHES, strict=False):
+        sizes = [row[part] / MIB for row in rows]
+        axis.barh(places, sizes, 0.62, left=left, label=part, color=colour, hatch=hatch, edgecolor="white")
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    axis.plot(
+        [row["peak"] / MIB for row in rows],
+        places,
+        "|",
+        color="black",
+        markersize=17,
+        markeredgewidth=2.5,
+        label="peak, measured",
+    )
+    told = [(row["predicted"] / MIB, place) for row, place in zip(rows, places, strict=True) if row.get("predicted")]
+    if told:
+        axis.plot(*zip(*told, strict=True), "D", color="black", markerfacecolor="white", label="peak, predicted")  # fmt: skip
+    axis.set_yticks(list(places), [row["technique"] for row in rows])
+    axis.set(xlabel="MiB", title=title)
+    figure.legend(frameon=False, ncols=3, loc="outside lower center")
+    peaks = "; ".join(f"{row['technique']} {row['peak'] / MIB:,.0f} MiB" for row in rows)
+    return picture(figure, f"{title}: stacked bars of {', '.join(PARTS)}, and the peaks: {peaks}.")
+
+
+def gradient_window(gradients: Mapping[str, Any], *, title: str = "What fp16 can hold") -> Image:
+    """Histograms of the exponents of numbers that are not 0, against fp16's range.
+
+    Args:
+        gradients: name -> array of any shape.
+
+    Raises:
+        ValueError: no array, or one of zeros alone.
+    """
+    import numpy as np
+
+    if not gradients:
+        raise ValueError("There is nothing to draw: give at least one array of gradients.")
+    figure, (axis,) = new_figure()
+    told = []
+    for i, (name, values) in enumerate(gradients.items()):
+        sizes = np.abs(np.asarray(values, dtype=np.float64).ravel())
+        exponents = np.log2(sizes[sizes > 0])
+        if not len(exponents):
+            raise ValueError(f"{name!r} holds zeros alone: there is no exponent to draw.")
+        lost = 100 * np.mean(exponents < FP16_SMALLEST - 1)
+        told.append(f"{name}: {lost:.1f} % below fp16's smallest number")
+        weights = np.full(len(exponents), 100 / len(exponents))
+        edges = np.arange(-60, 21)
+        axis.hist(
+            exponents, edges, weights=weights, histtype="stepfilled", color=COLOURS[i], alpha=0.35, hatch=HATCHES[i + 1]
+        )
+        axis.hist(
+            exponents,
+            edges,
+            weights=weights,
+            histtype="step",
+            color=COLOURS[i],
+            linestyle=LINES[i],
+            linewidth=1.8,
+            label=name,
+        )
+    axis.axvspan(-60, FP16_SMALLEST, color="#BBBBBB", alpha=0.5, zorder=0)
+    top = axis.get_ylim()[1]
+    axis.text((-60 + FP16_SMALLEST) / 2 - 6, top * 0.93, "becomes 0", ha="center")
+    axis.axvline(FP16_NORMAL, color="black", linestyle=":", linewidth=1)
+    axis.axvline(FP16_LARGEST, color="black", linewidth=1.5)
+    axis.text(FP16_NORMAL + 0.4, top * 0.93, "full precision", ha="left")
+    axis.text((FP16_SMALLEST + FP16_NORMAL) / 2, top * 0.93, "fewer digits", ha="center")
+    axis.text(FP16_LARGEST + 0.3, top * 0.8, "inf", ha="left")
+    axis.set(xlabel="exponent: log2 of the size", ylabel="share of the numbers (%)", title=title, xlim=(-60, 20))
+    axis.legend(frameon=False, loc="center left")
+    return picture(figure, f"{title}: {'; '.join(told)}.")
+
+
+def blockwise_state(values: Any, restored: Mapping[str, Any], *, block: int, title: str) -> Image:
+    """A stretch of an optimizer state with the scale of each block, and what each 8-bit form restores of it.
+
+    Args:
+        values: array (n,), none below 0.
+        restored: name -> array (n,) after 8 bits and back.
+        block: numbers that share a scale.
+
+    Raises:
+        ValueError: sizes that differ.
+    """
+    import numpy as np
+
+    values = np.asarray(values, dtype=np.float64)
+    figure, axes = new_figure(height=5.2, rows=1 + len(restored))
+    at = np.arange(len(values))
+    scales = np.repeat([values[i : i + block].max() for i in range(0, len(values), block)], block)[: len(values)]
+    small = values[values > 0].min() / 3
+    axes[0].plot(at, np.maximum(values, small), ".", color=COLOURS[0], markersize=2.5)
+    axes[0].step(at, scales, color=COLOURS[3], where="post", label=f"largest of each {block}")
+    axes[0].axhline(values.max(), color="black", linestyle="--", label="largest of all")
+    axes[0].set(title=title, ylabel="fp32")
+    axes[0].legend(frameon=False, ncols=2, loc="lower right", fontsize=8)
+    told = []
+    for axis, (name, back) in zip(axes[1:], restored.items(), strict=True):
+        back = np.asarray(back, dtype=np.float64)
+        if back.shape != values.shape:
+            raise ValueError(
+                f"{name!r} has the shape {back.shape}, and the state has {values.shape}: restore it first."
+            )
+        gone = back <= 0
+        axis.plot(at[~gone], np.maximum(back[~gone], small), ".", color=COLOURS[0], markersize=2.5)
+        axis.plot(at[gone], np.full(gone.sum(), small), "x", color=COLOURS[3], markersize=3.5)
+        axis.set(ylabel=name)
+        told.append(f"{name}: {100 * gone.mean():.1f} % became 0")
+    for axis in axes:
+        axis.set_yscale("log")
+        axis.set_ylim(small / 2, values.max() * 3)
+        axis.tick_params(axis="x", labelbottom=axis is axes[-1])
+    axes[-1].set_xlabel("place in the state; a cross at the bottom is a number that became 0")
+    return picture(figure, f"{title}, by place, and restored from 8 bits: {'; '.join(told)}.")
+
+
+def four_bit_levels(normalised: Any, levels: Mapping[str, Any], *, title: str = "Sixteen levels for a weight") -> Image:
+    """The histogram of weights divided by their block's largest, and the levels that each 4-bit form offers them.
+
+    Args:
+        normalised: array of numbers from -1 to 1.
+        levels: name -> 16 levels.
+    """
+    import numpy as np
+
+    figure, (axis,) = new_figure()
+    axis.hist(np.asarray(normalised).ravel(), 120, range=(-1, 1), density=True, color=COLOURS[4], label="weights")
+    top = axis.get_ylim()[1]
+    for i, (name, places) in enumerate(levels.items()):
+        low = -top * 0.13 * (i + 1)
+        axis.vlines(places, low, low + top * 0.1, color=COLOURS[(0, 3)[i % 2]], linewidth=2.2, linestyle=LINES[0])
+        axis.text(1.04, low + top * 0.02, name)
+    axis.axhline(0, color="black", linewidth=0.8)
+    axis.set(xlabel="weight / largest of its block of 64", ylabel="density", title=title, xlim=(-1.02, 1.2))
+    axis.set_yticks([tick for tick in axis.get_yticks() if 0 <= tick <= top])
+    rest = "; ".join(f"{name} has levels {', '.join(f'{x:.2f}' for x in places)}" for name, places in levels.items())
+    return picture(figure, f"{title}: weights pile up near 0; {rest}.")
+
+
+def learning(
+    curves: Mapping[str, Sequence[float]], held_out: Mapping[str, tuple[float, float]], *, title: str
+) -> Image:
+    """Training losses against steps, and beside them the held-out loss before and after.
+
+    Args:
+        curves: method -> loss of each step, nats an answer token.
+        held_out: method -> (before, after), the same methods.
+
+    Raises:
+        ValueError: methods that differ.
+    """
+    if set(curves) != set(held_out) or not curves:
+        raise ValueError("Give the training losses and the held-out losses of the same methods, of one at least.")
+    figure, (left, right) = new_figure(width=8.2, columns=2)
+    for i, (name, losses) in enumerate(curves.items()):
+        how = dict(color=COLOURS[i % 7], linestyle=LINES[i % 7], marker=MARKERS[i % 7], markerfacecolor="none")
+        left.plot(range(1, len(losses) + 1), losses, label=name, **how)
+        right.plot(["before", "after"], held_out[name], label=name, **how)
+    left.set(xlabel="optimizer step", ylabel="loss (nats an answer token)", title="training pairs")
+    right.set(ylabel="loss (nats an answer token)", title="held-out pairs")
+    left.legend(frameon=False)
+    right.margins(x=0.25)
+    figure.suptitle(title)
+    told = "; ".join(f"{name} from {before:.2f} to {after:.2f}" for name, (before, after) in held_out.items())
+    return picture(figure, f"{title}. Held-out loss: {told}.")

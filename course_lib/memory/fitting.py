@@ -1,0 +1,131 @@
+"""What fits: the largest micro-batch, the longest sequence, and the methods that a card can run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from course_lib.memory.cards import Card, card
+from course_lib.memory.checked import positive
+from course_lib.memory.estimate import estimate
+from course_lib.memory.settings import CHOICES, check_counts
+from course_lib.memory.shapes import Shape, shape_of
+
+OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit")
+
+
+def largest_micro_batch(model: str | Shape | Any, memory: int | str | Card, **settings: Any) -> int:
+    """Sequences that fit into one forward pass; 0 if not even one does.
+
+    Args:
+        memory: bytes on the GPU, or a card or its name ("a100-80gb", "24GiB"). CUDA's context comes out of it.
+        settings: of `estimate`, all but `micro_batch`.
+
+    Raises:
+        ValueError: what `estimate` refuses, memory that is not above 0, a `micro_batch`.
+    """
+    if "micro_batch" in settings:
+        raise ValueError("micro_batch is what is looked for: leave it out.")
+    room, settings = _room(memory, settings)
+    shape = shape_of(model)
+    return _largest(lambda number: estimate(shape, micro_batch=number, **settings).fits(room))
+
+
+def longest_sequence(
+    model: str | Shape | Any, memory: int | str | Card, *, multiple: int = 128, **settings: Any
+) -> int:
+    """Tokens of the longest sequence that fits, a multiple of `multiple` and of `context_parallel`; 0 if none does.
+
+    With learned positions (GPT-2) never more than the table has. That a model *runs* at a length does not mean that it
+    was trained for it.
+
+    Args, raises: as of `largest_micro_batch`, with `seq_len` in the place of `micro_batch`.
+    """
+    if "seq_len" in settings:
+        raise ValueError("seq_len is what is looked for: leave it out.")
+    check_counts(multiple=multiple, context_parallel=settings.get("context_parallel", 1))
+    room, settings = _room(memory, settings)
+    shape = shape_of(model)
+    unit = math.lcm(multiple, settings.get("context_parallel", 1))
+    most = shape.positions // unit if shape.positions else None
+    return unit * _largest(lambda number: estimate(shape, seq_len=unit * number, **settings).fits(room), most)
+
+
+def _room(memory: int | str | Card, settings: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Bytes, and the settings with the card in them, so that `estimate` says what the card cannot compute."""
+    if isinstance(memory, str | Card):
+        found = card(memory)
+        return found.memory, {"card": found} | settings
+    positive(memory=memory)
+    return int(memory), settings
+
+
+def _largest(fits: Callable[[int], bool], most: int | None = None) -> int:
+    """The largest number from 1 to `most` that fits, 0 for none: doubling until one does not, then bisection."""
+    fitting, failing = 0, 1
+    while most is None or failing <= most:
+        if not fits(failing):
+            break
+        fitting, failing = failing, 2 * failing
+    else:
+        failing = most + 1
+    while failing - fitting > 1:
+        middle = (fitting + failing) // 2
+        if fits(middle):
+            fitting = middle
+        else:
+            failing = middle
+    return fitting
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train, on one card.
+
+    Attributes:
+        method, checkpointing, optimizer, precision: as of `estimate`.
+        peak: bytes that PyTorch allocates at the worst moment, which is called `moment`.
+        device: bytes that nvidia-smi would show: reserved (expected) and CUDA's context. `fits`: within the card.
+    """
+
+    method: str
+    checkpointing: str
+    optimizer: str
+    precision: str
+    peak: int
+    moment: str
+    device: int
+    fits: bool
+
+
+def methods_that_fit(
+    model: str | Shape | Any, on: str | Card, *, optimizers: Sequence[str] = OPTIMIZERS, **settings: Any
+) -> list[Way]:
+    """Every method x checkpointing x optimizer on one card, those that do not fit included, in the order of CHOICES.
+
+    Args:
+        on: a card or its name.
+        optimizers: those to try; SGD without momentum is left out unless asked for.
+        settings: of `estimate`, all but method, checkpointing, optimizer. Without a precision: bf16-mixed, on a card
+            without bf16 fp16-mixed.
+
+    Raises:
+        ValueError: what `estimate` refuses: with offload, for instance, take ``optimizers=("adamw",)``.
+    """
+    for name in ("method", "checkpointing", "optimizer"):
+        if name in settings:
+            raise ValueError(f"{name} is what the table goes through: leave it out.")
+    found, shape = card(on), shape_of(model)
+    settings = {"precision": "bf16-mixed" if found.bf16 else "fp16-mixed", "card": found} | settings
+    ways = []
+    for method in CHOICES["method"]:
+        for checkpointing in CHOICES["checkpointing"]:
+            for optimizer in optimizers:
+                need = estimate(shape, method=method, checkpointing=checkpointing, optimizer=optimizer, **settings)
+                ways.append(
+                    Way(method, checkpointing, optimizer, settings["precision"], need.peak, need.moment, need.device,
+                        need.fits(found.memory))
+                )  # fmt: skip
+    return ways

@@ -1,0 +1,152 @@
+"""The moments of a training step at which memory can be highest, and the worst of them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from course_lib.memory.blocks import SYMBOLS, Numerics
+from course_lib.memory.breakdown import Breakdown
+from course_lib.memory.forms import Forms, forms
+from course_lib.memory.parameters import count, held, local_factors, local_matrices
+from course_lib.memory.resident import Resident, resident
+from course_lib.memory.run import Run
+from course_lib.memory.shapes import Shape
+
+
+class Sizes(NamedTuple):
+    """Elements of every symbol of `blocks`, tokens of a micro-batch on this GPU, tokens a sequence, and the elements of
+    one residual stream that sequence parallelism gathers for a product (0 without it)."""
+
+    elements: np.ndarray
+    tokens: int
+    seq_len: int
+    gathered: int
+
+
+class Stage(NamedTuple):
+    """One pipeline stage of one model under one run: what does not change with batch and length."""
+
+    run: Run
+    shape: Shape
+    layers: int
+    first: bool
+    last: bool
+    tensor_parallel: int
+    accumulate: bool
+    resident: Resident
+    forms: Forms
+    num_parameters: int
+
+
+@lru_cache(maxsize=8192)
+def stage(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: bool, last: bool, accumulate: bool) -> Stage:
+    """`accumulate`: gradients of earlier micro-batches are there already."""
+    n = run.numerics
+    numerics = Numerics(n.method, n.compute, n.stored, n.factors, n.autocast, n.eager, shape.qk_norm, True,
+                        shape.gated, shape.norm_bias)  # fmt: skip
+    adapters = count(held(shape, 1, shape.layers, True, True, run.rank).factors)
+    return Stage(
+        run, shape, layers, first, last, t, accumulate, resident(run, shape, ranks, t, layers, first, last),
+        forms(numerics, run.full or not first, accumulate), shape.parameters + adapters,
+    )  # fmt: skip
+
+
+def sizes(shape: Shape, micro_batch: int, seq_len: int, t: int, c: int, split: bool, rank: int) -> Sizes:
+    """`t`, `c`: tensor- and context-parallel ranks; `split`: sequence parallelism; `rank`: LoRA's."""
+    per_token, fixed = _widths(shape, t, split, rank)
+    tokens = micro_batch * seq_len // c
+    elements = per_token * tokens
+    elements[_SCORES] *= seq_len  # every token looks at the whole sequence
+    elements += fixed
+    return Sizes(elements, tokens, seq_len // c, tokens * shape.hidden if split and t > 1 else 0)
+
+
+_SCORES = SYMBOLS.index("NS")
+
+
+@lru_cache(maxsize=1024)
+def _widths(shape: Shape, t: int, split: bool, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Elements of SYMBOLS a token, and those of the symbols that do not depend on tokens."""
+    s, kv = t if split else 1, max(shape.kv_heads // t, 1)
+    matrices, factors = local_matrices(shape, t), local_factors(shape, rank, t)
+    a_token = {
+        "N": 1 / s, "Nh": shape.hidden / s, "Na": shape.attention_width / t, "Nk": kv * shape.head_dim,
+        "Nm": shape.intermediate / t, "NH": shape.heads / t, "NK": kv, "NV": shape.vocab / t, "Nr": rank,
+        "NS": shape.heads / t,
+    }  # fmt: skip
+    once = {f"W{which}": rows * columns for which, (rows, columns) in matrices.items()}
+    once |= {f"L{which}": sum(pair) for which, pair in factors.items()}
+    once |= {"Wh": shape.vocab * shape.hidden / t, "h": shape.hidden, "d": shape.head_dim, "one": 1}
+    return np.array([a_token.get(s, 0.0) for s in SYMBOLS]), np.array([once.get(s, 0.0) for s in SYMBOLS])
+
+
+def step(at: Stage, size: Sizes, in_flight: int) -> Breakdown:
+    """The step of one stage. `in_flight`: micro-batches whose activations it holds at a time (1 without a pipeline)."""
+    run, shape, layers, first, last, t, accumulate, r, f, num_parameters = at
+    tokens, full, again = size.tokens, run.full, run.checkpointing != "none"
+    values = (f.matrix @ size.elements).tolist()
+    kept_block, kept_first, saved_head, log_shares = values[:4]
+    if again:
+        kept_block = kept_first = values[4 if run.checkpointing == "full" else 5]
+
+    # Beside the blocks: cosines and sines; the token ids that a trained embedding keeps; the shifted labels and their
+    # count, which the loss keeps. (A single row of labels is not copied when it is shifted, and keeps its padding.)
+    turns = 0 if shape.positions else 2 * size.seq_len * shape.head_dim * run.stored
+    ids = 8 * tokens
+    small = turns + (ids if full and first else 0)
+    if last:
+        small += ids + 4 + (8 if tokens == size.seq_len else 0) + (4 if run.scaled else 0)
+    blocks = kept_first + (layers - 1) * kept_block
+    activations = blocks + small + (saved_head if last else 0)
+    below = blocks - kept_block + small  # while the last block is at work
+    earlier = (in_flight - 1) * blocks
+
+    casts = layers * r.block_casts + r.outer_casts
+    casts_kept = r.outer_casts if again else casts - r.unused_casts
+    gathered = r.outer_copy + 2 * r.block_copy  # the block at work, and the next one, prefetched
+    split = size.gathered * run.numerics.compute
+    # gradients that are whole for a moment, on their way into shards or to the host
+    whole = r.block_gradient if run.offload != "none" or run.strategy in ("zero2", "zero3", "fsdp") else 0
+    # a tied matrix gets two gradients; autograd adds them up, into a third tensor, when it has both
+    waiting = r.embedding_gradient if shape.tied and first and last else 0
+
+    base = r.weights + r.optimizer + r.buckets + earlier + gathered + split
+    if accumulate or run.sharding:
+        base += r.gradients
+        block_gradient, outer_gradient, at_end = 0, waiting, base
+    else:
+        block_gradient, outer_gradient = r.block_gradient, r.outer_gradient - (0 if waiting else r.embedding_gradient)
+        at_end = base + r.gradients
+
+    forward, backward = max(values[f.first_pass if again else f.forward]), max(values[f.backward])
+    if again:
+        backward = max(backward, max(values[f.forward]))
+    block_casts = r.block_casts
+    moments = {"forward of the last block": base + below + forward + casts}
+    if last:
+        moments["the loss"] = base + blocks + small + max(values[f.head_forward]) + casts
+        moments["backward of the loss"] = base + blocks + small + max(values[f.head_backward]) + casts_kept
+    moments["backward of the last block"] = (
+        base + below + backward + whole + (block_casts if again else casts_kept - r.outer_casts)
+        + (outer_gradient if last else 0)
+    )  # fmt: skip
+    moments["backward of the first block"] = (
+        base + small + backward + whole + block_casts + outer_gradient + (layers - 1) * block_gradient
+    )
+    if full and first:
+        twice = 2 * waiting + (r.embedding_gradient if accumulate else 0)
+        stream = tokens * shape.hidden * run.stored
+        moments["gradient of the embedding"] = at_end + twice + stream + (r.outer_gradient if whole else 0)
+    moments["optimizer step"] = at_end - gathered - split - earlier + r.step
+    moment = max(moments, key=moments.__getitem__)
+    return Breakdown(
+        r.weights, r.gradients, r.optimizer, int(activations + earlier),
+        12 * tokens * shape.vocab // t if last else 0,
+        int(r.buckets + gathered + split + whole + casts),
+        # a checkpoint holds cosines and sines as its arguments, not autograd
+        int(activations + casts_kept + (log_shares if last else 0) - (turns if again else 0)),
+        int(moments[moment]), moment, {name: int(value) for name, value in moments.items()}, num_parameters, r.trainable,
+    )  # fmt: skip

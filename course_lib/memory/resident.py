@@ -1,0 +1,125 @@
+"""Bytes that depend on the model and the run's choices, not on batch or length: what one pipeline stage holds."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from course_lib.memory.parameters import count, held
+from course_lib.memory.quantized import adam8bit_bytes, nf4_bytes
+from course_lib.memory.run import Run
+from course_lib.memory.shapes import Shape
+
+BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's defaults of reduce_bucket_size and allgather_bucket_size
+
+
+class Resident(NamedTuple):
+    """Bytes on one GPU, but for `trainable`, in elements.
+
+    At rest: weights, gradients, optimizer, and DDP's or ZeRO's communication buckets. Gathered for a moment under sharded
+    parameters: a block's copy, and that of embedding, last norm and head. Then the gradients of one block, of the outer
+    matrices, of the embedding alone; autocast's 2-byte copies of a block's weights, of the head's, and those copies that
+    serve no gradient; the optimizer's temporary.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    trainable: int
+    buckets: int
+    block_copy: int
+    outer_copy: int
+    block_gradient: int
+    outer_gradient: int
+    embedding_gradient: int
+    block_casts: int
+    outer_casts: int
+    unused_casts: int
+    step: int
+
+
+@lru_cache(maxsize=8192)
+def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: bool, last: bool) -> Resident:
+    """`t`: tensor-parallel ranks; `ranks`: data-parallel ones; `first`, `last`: the stage has the embedding, the head."""
+    h = held(shape, t, layers, first, last, run.rank)
+    compute, share = run.numerics.compute, run.strategy in ("zero3", "fsdp")
+    block = (count(h.matrices) + count(h.vectors)) // layers
+    outer, factors = count(h.outer), count(h.factors)
+    trained = [*h.all_base()] if run.full else [*h.factors]
+    trainable = count(trained)
+    embedding = shape.vocab * shape.hidden // t
+
+    blocks_at_rest = run.at_rest * count(h.matrices)
+    if run.method == "qlora":
+        blocks_at_rest = sum(nf4_bytes(elements) * number for elements, number in h.matrices)
+    vectors_at_rest = run.at_rest * count(h.vectors)
+    weights = blocks_at_rest + vectors_at_rest + run.at_rest * outer + _factors_at_rest(run) * factors
+    if share:
+        weights = _share(weights, ranks)
+    elif not run.sharding:
+        weights += 4 * shape.head_dim  # rotary frequencies: two buffers of head_dim / 2 in fp32
+
+    gradients = run.gradient * trainable
+    if run.strategy in ("zero2", "zero3", "fsdp"):
+        gradients = _share(gradients, ranks)
+    states = _states(run, trained, trainable)
+    if run.sharding:
+        states = _share(states, ranks)
+    if run.offload != "none":  # gradients follow the optimizer to the host
+        gradients = states = 0
+    if run.offload == "all":
+        weights = 0
+
+    buckets = 0
+    if run.strategy == "ddp":
+        buckets = run.gradient * trainable
+    elif run.strategy.startswith("zero"):
+        buckets = 2 * compute * min(BUCKET_ELEMENTS, trainable)
+    gathered = blocks_at_rest // layers if run.method == "qlora" else compute * (count(h.matrices) // layers)
+    gathered += compute * (count(h.vectors) // layers) + run.factors * (factors // layers)
+    casts = 2 if run.numerics.autocast else 0
+    return Resident(
+        weights, gradients, states, trainable, buckets,
+        block_copy=gathered if share else 0,
+        outer_copy=compute * outer if share else 0,
+        block_gradient=run.stored * block if run.full else run.factors * factors // layers,
+        outer_gradient=run.stored * outer if run.full else 0,
+        embedding_gradient=run.stored * embedding if run.full and first else 0,
+        block_casts=casts * (count(h.matrices) if run.full else factors) // layers,
+        outer_casts=casts * embedding if run.full and last else 0,
+        # nothing before the first block is trained: the copies of A beside q, k and v serve no gradient of an input
+        unused_casts=0 if run.full or not first else casts * 3 * run.rank * shape.hidden,
+        step=_temporary(run, trained, trainable, ranks),
+    )  # fmt: skip
+
+
+def _factors_at_rest(run: Run) -> int:
+    return 4 if run.strategy == "fsdp" and run.gradient == 4 else run.factors
+
+
+def _states(run: Run, trained: list[tuple[int, int]], trainable: int) -> int:
+    """Of the optimizer: two Adam states and a step counter a tensor; master copies."""
+    states = 0
+    if run.optimizer == "adamw":
+        states = 2 * run.state * trainable + 4 * sum(number for _, number in trained)
+    elif run.optimizer == "adamw8bit" or (run.optimizer == "paged_adamw8bit" and run.device == "cpu"):
+        tables = 2 * 4 * 256 if any(adam8bit_bytes(elements) != 8 * elements for elements, _ in trained) else 0
+        states = sum(adam8bit_bytes(elements) * number for elements, number in trained) + tables
+    return states + run.master * trainable
+
+
+def _temporary(run: Run, trained: list[tuple[int, int]], trainable: int, ranks: int) -> int:
+    """What the optimizer's step needs beside its states."""
+    if run.offload != "none" or run.optimizer == "sgd":
+        return 0
+    largest = max((elements for elements, _ in trained), default=0)
+    if run.optimizer != "adamw":  # CUDA's kernel works in place; the CPU's unpacks one tensor at a time to fp32
+        return 5 * 4 * largest if run.device == "cpu" else 0
+    width = 4 if run.master else run.state
+    here = _share(trainable, ranks) if run.sharding else trainable
+    return {"foreach": width * here, "loop": 2 * width * min(largest, here), "fused": 0}[run.step]
+
+
+def _share(value: int, parts: int) -> int:
+    """A rank's part, the fullest rank's."""
+    return -(-value // parts)

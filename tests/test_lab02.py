@@ -1,0 +1,138 @@
+"""Lab 2's checks: planted wrong answers get their words, right answers written another way pass, a stub is no try."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+from planted import lab02 as planted
+
+from course_lib.checks.lab02 import eight_bits, lab, nf4_reference
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm_optimizer():
+    """The first optimizer of a session imports much of PyTorch; a check's time is taken warm."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()
+
+
+WRONG_IDS = [f"{name}-{words[:30]}" for name, _, words in planted.WRONG]
+
+
+def judged(name, answer):
+    return getattr(lab, name)(*(answer if isinstance(answer, tuple) else (answer,)))
+
+
+@pytest.mark.parametrize("name", list(lab.exercises))
+def test_right_answer_written_another_way_passes(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a warning would stand in the learner's notebook
+        verdict = judged(name, planted.RIGHT[name])
+    assert verdict.status == "passed", verdict.message
+    assert verdict.message, "a passed check shows its evidence"
+    assert verdict.seconds < 10
+
+
+@pytest.mark.parametrize(("name", "answer", "words"), planted.WRONG, ids=WRONG_IDS)
+def test_wrong_answer_gets_its_word(name, answer, words):
+    verdict = judged(name, answer)
+    assert verdict.status == "not yet", verdict
+    assert words in verdict.message
+
+
+@pytest.mark.parametrize("name", list(lab.exercises))
+@pytest.mark.parametrize("nothing", [planted.stub, lambda *args: None, lambda *args: ...], ids=["stub", "None", "..."])
+def test_an_untouched_stub_counts_as_not_attempted(name, nothing):
+    answers = (nothing, nothing) if isinstance(planted.RIGHT[name], tuple) else nothing
+    assert judged(name, answers).status == "not attempted"
+
+
+@pytest.mark.parametrize("name", list(lab.exercises))
+@pytest.mark.parametrize("strange", [3, "word", torch.zeros(3), [torch.zeros(2)], {"a": 1}], ids=str)
+def test_an_answer_of_a_strange_type_is_a_verdict_and_no_crash(name, strange):
+    def answer(*args):
+        return strange
+
+    answers = (answer, answer) if isinstance(planted.RIGHT[name], tuple) else answer
+    assert judged(name, answers).status == "not yet"
+
+
+@pytest.mark.parametrize("name", list(lab.exercises))
+def test_other_arguments_than_the_stubs_are_a_verdict(name):
+    verdict = judged(name, (lambda: 1, lambda: 1) if isinstance(planted.RIGHT[name], tuple) else lambda: 1)
+    assert "keep the arguments that the stub has" in verdict.message
+
+
+@pytest.mark.parametrize("name", list(lab.exercises))
+def test_every_exercise_has_five_planted_wrong_answers(name):
+    assert sum(exercise == name for exercise, _, _ in planted.WRONG) >= 5
+
+
+def test_a_check_gives_the_threads_back():
+    before = torch.get_num_threads()
+    lab.merge(planted.right_merge)
+    assert torch.get_num_threads() == before
+
+
+def test_a_partial_is_as_good_as_a_function():
+    assert lab.choose_checkpointing(functools.partial(planted.right_choice)).status == "passed"
+
+
+def test_our_nf4_is_that_of_bitsandbytes():
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(1)) * 0.02
+    packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
+    theirs = functional.dequantize_4bit(packed, state)
+    ours = nf4_reference.there_and_back(weight)
+    assert torch.allclose(nf4_reference.NF4, state.code, atol=1e-6)
+    errors = [(back - weight).abs().mean().item() for back in (ours, theirs)]
+    assert errors[0] == pytest.approx(errors[1], rel=2e-3)
+    assert (ours - theirs).abs().mean() < 0.05 * errors[1]
+
+
+def test_nf4_of_bitsandbytes_passes():
+    functional = pytest.importorskip("bitsandbytes.functional")
+
+    def quantize(weight):
+        packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
+        nested = state.state2
+        return {"codes": packed, "absmax": state.absmax, "offset": state.offset, "scale": nested.absmax}
+
+    def dequantize(stored, shape):
+        code = functional.create_dynamic_map()
+        absmax = functional.dequantize_blockwise(
+            stored["absmax"], absmax=stored["scale"], code=code, blocksize=256
+        ) + stored["offset"]  # fmt: skip
+        return functional.dequantize_4bit(
+            stored["codes"],
+            functional.QuantState(absmax, torch.Size(shape), nf4_reference.NF4, 64, "nf4", torch.float32),
+        )
+
+    verdict = lab.nf4(quantize, dequantize)
+    assert verdict.status == "passed", verdict.message
+
+
+def test_the_8_bit_states_of_bitsandbytes_pass():
+    functional = pytest.importorskip("bitsandbytes.functional")
+
+    def quantize(state, signed):
+        code = functional.create_dynamic_map(signed=signed)
+        codes, kept = functional.quantize_blockwise(state, code=code, blocksize=eight_bits.BLOCK)
+        return {"codes": codes, "absmax": kept.absmax, "signed": signed}
+
+    def dequantize(stored):
+        code = functional.create_dynamic_map(signed=stored["signed"])
+        return functional.dequantize_blockwise(stored["codes"], absmax=stored["absmax"], code=code, blocksize=256)
+
+    verdict = lab.eight_bit_state(quantize, dequantize)
+    assert verdict.status == "passed", verdict.message
+
+
+def test_checkpoint_of_pytorch_passes():
+    from torch.utils.checkpoint import checkpoint
+
+    verdict = lab.checkpointed(functools.partial(checkpoint, use_reentrant=False))
+    assert verdict.status == "passed", verdict.message
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
+        reentrant = lab.checkpointed(functools.partial(checkpoint, use_reentrant=True))
+    assert "x needs no gradient here" in reentrant.message
