@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from course_lib.memory.allocator import Event, replay
+from course_lib.memory.allocator import Event, replay, smallest_limit
 from course_lib.memory.segments import Part
 
 MIB = 2**20
@@ -122,11 +122,39 @@ def test_expandable_segments_grow_by_pages():
     assert script("a10 -a b30").reserved_peak == 40 * MIB  # 10 and 30 apart: 10 is lost
 
 
+def test_in_an_expandable_segment_the_block_that_can_grow_is_taken_last():
+    # free: 30 at the start, 20 at the end, which can grow; 15 fits both, and the 20 would be the best fit
+    fit = script("a30 b10 t20 -a -t q15", expandable_segments=True)
+    assert [part.bytes // MIB for part in fit.segments[0].parts] == [15, 15, 10, 20]
+    assert fit.segments[0].parts[0].id == "q"
+
+
+def test_only_whole_free_pages_of_an_expandable_segment_go_back():
+    # b is free from 10 to 30 MiB and covers no page; d is the third page
+    text = "a10 b20 c10 d20 -b -d q25"
+    failed = script(text, limit=70 * MIB, expandable_segments=True)
+    assert failed.out_of_memory == Event(True, "q", 25 * MIB)
+    assert [segment.bytes for segment in failed.segments] == [40 * MIB]
+    assert script(text, limit=80 * MIB, expandable_segments=True).out_of_memory is None
+
+
 def test_a_growing_sequence_strands_segments_unless_they_expand():
     events = []
     for step in range(20):
         events += [(True, step, (100 + 3 * step) * MIB), (False, step, 0)]
     assert replay(events).reserved_peak > 10 * replay(events, expandable_segments=True).reserved_peak
+
+
+def test_the_smallest_limit_lies_below_what_a_roomy_card_reserves():
+    text = "a40 -a b60 -b c100"
+    events = [
+        (word[0] != "-", word.lstrip("-")[0], 0 if word[0] == "-" else int(word[1:]) * MIB) for word in text.split()
+    ]
+    assert replay(events).reserved_peak == 200 * MIB
+    assert smallest_limit(events) == 100 * MIB
+    assert smallest_limit([(True, "a", 1)]) == 2 * MIB
+    assert smallest_limit([(True, "a", 31 * MIB)], expandable_segments=True) == 40 * MIB
+    assert smallest_limit([]) == 0
 
 
 @pytest.mark.parametrize("expandable", [False, True])

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 PARTS = ("weights", "gradients", "optimizer", "activations")
 MIB = 2**20
 FP16_SMALLEST, FP16_NORMAL, FP16_LARGEST = -24, -14, 16  # powers of two
+LOWEST = -45  # where the picture begins
 
 
 def memory_by_technique(rows: Sequence[Mapping[str, Any]], *, title: str = "What each technique leaves") -> Image:
@@ -78,7 +79,8 @@ def gradient_window(gradients: Mapping[str, Any], *, title: str = "What fp16 can
         lost = 100 * np.mean(exponents < FP16_SMALLEST - 1)
         told.append(f"{name}: {lost:.1f} % below fp16's smallest number")
         weights = np.full(len(exponents), 100 / len(exponents))
-        edges = np.arange(-60, 21)
+        exponents = np.clip(exponents, LOWEST, None)
+        edges = np.arange(LOWEST, 21)
         axis.hist(
             exponents, edges, weights=weights, histtype="stepfilled", color=COLOURS[i], alpha=0.35, hatch=HATCHES[i + 1]
         )
@@ -92,15 +94,16 @@ def gradient_window(gradients: Mapping[str, Any], *, title: str = "What fp16 can
             linewidth=1.8,
             label=name,
         )
-    axis.axvspan(-60, FP16_SMALLEST, color="#BBBBBB", alpha=0.5, zorder=0)
-    top = axis.get_ylim()[1]
-    axis.text((-60 + FP16_SMALLEST) / 2 - 6, top * 0.93, "becomes 0", ha="center")
+    axis.axvspan(LOWEST, FP16_SMALLEST - 1, color="#BBBBBB", alpha=0.5, zorder=0)
+    top = axis.get_ylim()[1] * 1.18  # room for the words
+    axis.set_ylim(0, top)
+    axis.text((LOWEST + FP16_SMALLEST - 1) / 2, top * 0.93, "becomes 0", ha="center")
     axis.axvline(FP16_NORMAL, color="black", linestyle=":", linewidth=1)
     axis.axvline(FP16_LARGEST, color="black", linewidth=1.5)
     axis.text(FP16_NORMAL + 0.4, top * 0.93, "full precision", ha="left")
-    axis.text((FP16_SMALLEST + FP16_NORMAL) / 2, top * 0.93, "fewer digits", ha="center")
+    axis.text((FP16_SMALLEST - 1 + FP16_NORMAL) / 2, top * 0.93, "fewer digits", ha="center")
     axis.text(FP16_LARGEST + 0.3, top * 0.8, "inf", ha="left")
-    axis.set(xlabel="exponent: log2 of the size", ylabel="share of the numbers (%)", title=title, xlim=(-60, 20))
+    axis.set(xlabel="exponent: log2 of the size", ylabel="share of the numbers (%)", title=title, xlim=(LOWEST, 20))
     axis.legend(frameon=False, loc="center left")
     return picture(figure, f"{title}: {'; '.join(told)}.")
 
@@ -119,7 +122,7 @@ def blockwise_state(values: Any, restored: Mapping[str, Any], *, block: int, tit
     import numpy as np
 
     values = np.asarray(values, dtype=np.float64)
-    figure, axes = new_figure(height=5.2, rows=1 + len(restored))
+    figure, axes = new_figure(height=1.05 * (1 + len(restored)), rows=1 + len(restored))
     at = np.arange(len(values))
     scales = np.repeat([values[i : i + block].max() for i in range(0, len(values), block)], block)[: len(values)]
     small = values[values > 0].min() / 3
@@ -127,7 +130,7 @@ def blockwise_state(values: Any, restored: Mapping[str, Any], *, block: int, tit
     axes[0].step(at, scales, color=COLOURS[3], where="post", label=f"largest of each {block}")
     axes[0].axhline(values.max(), color="black", linestyle="--", label="largest of all")
     axes[0].set(title=title, ylabel="fp32")
-    axes[0].legend(frameon=False, ncols=2, loc="lower right", fontsize=8)
+    axes[0].legend(frameon=False, ncols=2, loc="lower center", fontsize=8)
     told = []
     for axis, (name, back) in zip(axes[1:], restored.items(), strict=True):
         back = np.asarray(back, dtype=np.float64)
@@ -185,7 +188,7 @@ def learning(
     """
     if set(curves) != set(held_out) or not curves:
         raise ValueError("Give the training losses and the held-out losses of the same methods, of one at least.")
-    figure, (left, right) = new_figure(width=8.2, columns=2)
+    figure, (left, right) = new_figure(height=2.9, columns=2)
     for i, (name, losses) in enumerate(curves.items()):
         how = dict(color=COLOURS[i % 7], linestyle=LINES[i % 7], marker=MARKERS[i % 7], markerfacecolor="none")
         left.plot(range(1, len(losses) + 1), losses, label=name, **how)

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from course_lib.memory.segments import Allocator, Segment
+from course_lib.memory.segments import ROUND_LARGE, Allocator, Segment
 
 
 class Event(NamedTuple):
@@ -107,3 +107,21 @@ def replay(events: Iterable[Event], limit: int | None = None, *, expandable_segm
         out_of_memory=failed,
         retries=simulated.retries,
     )
+
+
+def smallest_limit(events: Iterable[Event], *, expandable_segments: bool = False) -> int:
+    """The fewest bytes, a multiple of 2 MiB, with which the driver still sees the events through.
+
+    Less than the reserved peak of a card with room: where memory is short, cached segments are given back in time. Found
+    by bisection, which takes for granted that more memory never hurts; of a best fit that is not certain, only usual.
+    """
+    events = list(events)
+    roomy = replay(events, expandable_segments=expandable_segments)
+    low, high = roomy.allocated_peak // ROUND_LARGE, -(-roomy.reserved_peak // ROUND_LARGE)  # low - 1 is too little
+    while low < high:
+        middle = (low + high) // 2
+        if replay(events, middle * ROUND_LARGE, expandable_segments=expandable_segments).out_of_memory:
+            low = middle + 1
+        else:
+            high = middle
+    return high * ROUND_LARGE

@@ -19,7 +19,7 @@ class Allocation(NamedTuple):
     """A block of memory that came or went. Without its first field it is an event of `course_lib.memory.allocator`.
 
     Attributes:
-        at: nanoseconds since the recording began; 0 for what was there before, else at least 1.
+        at: nanoseconds since `fn` was called; 0 for what was there before, else at least 1.
         allocate: True where it came, False where it went.
         id: of the block, the same at both ends of its life.
         bytes: its size.
@@ -61,8 +61,9 @@ def record_allocations(fn: Callable[[], Any], held: Iterable[torch.Tensor] = ())
             watches.append(weakref.finalize(storage, note_end, events[-1]))
         del storage
     del held
-    count, began = len(events), time.time_ns()
+    count = len(events)
     with Allocations() as recording:
+        began = time.time_ns()
         fn()
     for watch in watches:
         watch.detach()
