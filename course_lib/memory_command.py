@@ -119,7 +119,7 @@ def table(model: Shape, need: Breakdown, given: dict[str, Any], room: dict[str, 
         "",
         *(_line(f"reserved, {name}", getattr(need.reserved, name)) for name in ("low", "expected", "high")),
         _line("CUDA context", need.cuda_context),
-        _line("nvidia-smi would show", need.device),
+        _line("a card must have", need.device),
     ]
     if room is not None:
         verdict = "fits" if room["fits"] else f"does not fit: {(need.device - room['memory']) / GIB:.2f} GiB too much"

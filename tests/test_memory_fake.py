@@ -9,6 +9,9 @@ What held the two apart until it was found out, so that nothing here had to be l
   were too much. `fake_tensors` answers the question for it, and fake and real then agree to the byte.
 - PyTorch's MemTracker counts what `LiveStorages` counts; but on fake tensors it takes five times as long, so the deep
   models are left to ours and MemTracker is asked on two blocks.
+- Watching operations keeps autograd from adding gradients in place (`test_watching_costs_a_gradient`): under autocast the
+  tied embedding's gradient is there three times, in truth twice. So nothing here is tied and under autocast; that case is
+  held to the allocator's own events elsewhere.
 - The optimizer's step stands apart: under MemTracker its temporary tensors count as optimizer state.
 - The batch itself (8 bytes a token) is no part of an estimate; MemTracker is told of it, so it is taken off again.
 """
@@ -24,6 +27,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from course_lib.memory import PRESETS, estimate
 from course_lib.observe import MemoryProbe
+from course_lib.observe.allocations import training_tensors
 from course_lib.observe.fake import LiveStorages, fake_tensors
 from course_lib.training.fake_step import count_step, fake_step, llama, with_states
 
@@ -82,6 +86,27 @@ def test_the_cause_of_the_six_per_cent_is_a_mask_and_what_comes_of_it():
     assert bare.peak - ours.peak == repeated
     assert bare.by_operation["aten.clone.default"] == repeated
     assert "aten.clone.default" not in ours.by_operation
+
+
+def test_watching_costs_a_gradient():
+    """The allocator's own events against a counter that watches operations, for a tied embedding on real tensors."""
+    shape, batch = replace(TINY, vocab=16384, tied=True, layers=1), torch.zeros(1, 8, dtype=torch.long)
+    extra = {}
+    for mixed in (False, True):
+        model = llama(shape)
+        optimizer, autocast = with_states(model), torch.autocast("cpu", torch.bfloat16, enabled=mixed)
+        probe, live = MemoryProbe(model, optimizer), LiveStorages()
+        live.hold([*training_tensors(model, optimizer), batch])
+        for watch in (probe.measure(), live):
+            with watch:
+                with autocast:
+                    loss = model(input_ids=batch, labels=batch).loss
+                loss.backward()
+                del loss
+                model.zero_grad()
+        extra[mixed] = (live.highest - batch.nbytes - probe.bytes["peak"]) / (16384 * 128 * 4)
+    assert extra[False] == pytest.approx(0, abs=0.01)
+    assert extra[True] == pytest.approx(1, abs=0.01)
 
 
 def test_what_dies_is_no_longer_counted():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from course_lib.memory import estimate, shape_of
+from course_lib.models import tiny_llama
 from course_lib.observe import observe, tensor_bytes
 from course_lib.training import building
 
@@ -20,9 +21,11 @@ PEAK = 0.05
 
 def measure(name, batch, seq_len, micro_batches, *, method, precision, optimizer, checkpointing, attention="flash"):
     """Two steps of a real model, the second one measured; (the model without its wrapper, bytes by category)."""
-    model, _ = building.build_model(
-        name, method=method, precision=precision, checkpointing=checkpointing, attention=attention, device="cpu"
-    )
+    how = {"method": method, "precision": precision, "checkpointing": checkpointing, "attention": attention}
+    if name == "tied":
+        model = building.prepare(tiny_llama(layers=2, vocab=8192, tie_embeddings=True), device="cpu", **how)
+    else:
+        model, _ = building.build_model(name, device="cpu", **how)
     stepper = building.build_optimizer(building.trainable(model), optimizer, 1e-4)
     scaler = building.grad_scaler(precision, "cpu")
     seen = observe(model, stepper)
@@ -102,6 +105,12 @@ def test_tiny_llama_with_the_scores_written_out(precision, checkpointing):
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_tiny_llama_over_three_micro_batches(method):
     hold("tiny", 2, 48, 3, method=method, precision="fp32", checkpointing="none", optimizer="adamw")
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_tied_embedding_is_where_two_gradients_meet(precision, micro_batches):
+    hold("tied", 1, 16, micro_batches, method="full", precision=precision, checkpointing="none", optimizer="sgd")
 
 
 @pytest.mark.parametrize(

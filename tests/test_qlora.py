@@ -80,8 +80,6 @@ def test_the_loss_is_taken_over_answers_only_and_padding_changes_nothing():
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_an_adapter_is_saved_loaded_and_merged(method, tmp_path):
-    from peft import PeftModel
-
     trained = {}
     keep = qlora.save_to
 
@@ -96,8 +94,7 @@ def test_an_adapter_is_saved_loaded_and_merged(method, tmp_path):
         qlora.save_to = keep
     assert {"adapter_model.safetensors", "adapter_config.json"} <= {file.name for file in tmp_path.iterdir()}
 
-    base, _ = build_model("tiny", device="cpu")
-    beside = logits(PeftModel.from_pretrained(base, str(tmp_path)))
+    beside = logits(qlora.with_adapter("tiny", str(tmp_path), device="cpu"))
     together = qlora.merged("tiny", str(tmp_path), device="cpu")
     assert type(together).__name__ == "LlamaForCausalLM" and not any(
         "lora" in n for n, _ in together.named_parameters()

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.style import COLOURS, HATCHES, LINES, MARKERS, new_figure, picture
+from course_lib.figures.style import COLOURS, HATCHES, LINES, MARKERS, new_figure
+from course_lib.figures.style import picture as full_picture
 
 if TYPE_CHECKING:
     from IPython.display import Image
+    from matplotlib.figure import Figure
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 MIB = 2**20
 FP16_SMALLEST, FP16_NORMAL, FP16_LARGEST = -24, -14, 16  # powers of two
 LOWEST = -45  # where the picture begins
+
+
+def picture(figure: Figure, alt: str) -> Image:
+    """As the style's own, in 64 colours: lesson 2 has many figures, and a notebook stays below 400 KB."""
+    from PIL import Image as Pillow
+
+    image, small = full_picture(figure, alt), io.BytesIO()
+    Pillow.open(io.BytesIO(image.data)).convert("RGB").quantize(64, dither=Pillow.Dither.NONE).save(
+        small, format="png", optimize=True
+    )
+    image.data = small.getvalue()
+    return image
 
 
 def memory_by_technique(rows: Sequence[Mapping[str, Any]], *, title: str = "What each technique leaves") -> Image:
@@ -122,7 +137,7 @@ def blockwise_state(values: Any, restored: Mapping[str, Any], *, block: int, tit
     import numpy as np
 
     values = np.asarray(values, dtype=np.float64)
-    figure, axes = new_figure(height=1.05 * (1 + len(restored)), rows=1 + len(restored))
+    figure, axes = new_figure(height=0.4 + 1.2 * (1 + len(restored)), rows=1 + len(restored))
     at = np.arange(len(values))
     scales = np.repeat([values[i : i + block].max() for i in range(0, len(values), block)], block)[: len(values)]
     small = values[values > 0].min() / 3
@@ -130,7 +145,7 @@ def blockwise_state(values: Any, restored: Mapping[str, Any], *, block: int, tit
     axes[0].step(at, scales, color=COLOURS[3], where="post", label=f"largest of each {block}")
     axes[0].axhline(values.max(), color="black", linestyle="--", label="largest of all")
     axes[0].set(title=title, ylabel="fp32")
-    axes[0].legend(frameon=False, ncols=2, loc="lower center", fontsize=8)
+    figure.legend(frameon=False, ncols=2, loc="outside lower center")
     told = []
     for axis, (name, back) in zip(axes[1:], restored.items(), strict=True):
         back = np.asarray(back, dtype=np.float64)

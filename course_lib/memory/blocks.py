@@ -89,11 +89,18 @@ class _Writer:
         n, (wide_in, wide_out) = self.n, WIDTH[which]
         if n.method == "full":
             y = self.cast(x, wide_in, n.compute)  # autocast: a copy of its own for every linear
-            return self.op(
-                which, [y], wide_out, n.compute, saved=[y], weight_grad={f"W{which}": n.stored}, kept=True,
-                backward_temporary={f"W{which}": n.compute} if n.autocast else {},
-            )  # fmt: skip
+            return self.product(which, y, wide_out, f"W{which}")
         return self.with_lora(x, which, wide_in, wide_out)
+
+    def product(self, name: str, x: Tensor, wide_out: str, weight: str) -> Tensor:
+        """With a trained weight. Under autocast its gradient comes in 16 bits and is cast, when the product's own
+        gradients are gone; the copies of the weights themselves are counted once for all, by `resident`."""
+        n = self.n
+        if not n.autocast:
+            return self.op(name, [x], wide_out, n.compute, saved=[x], weight_grad={weight: n.stored}, kept=True)
+        copy = self.tape.op(f"{name}'s weight in 16 bits", [], {}, weight_grad={weight: n.stored})
+        copy.gradient = {weight: n.compute}
+        return self.op(name, [x, copy], wide_out, n.compute, saved=[x], kept=True)
 
     def with_lora(self, x: Tensor, which: str, wide_in: str, wide_out: str) -> Tensor:
         n = self.n
@@ -179,8 +186,7 @@ def head(numerics: Numerics) -> tuple[Tape, Tensor]:
     x = Tensor("residual stream", {"Nh": n.stored})
     w.bytes[x] = n.stored
     y = w.cast(w.rms_norm(x), "Nh", n.compute)
-    logits = w.op("logits", [y], "NV", n.compute, saved=[y] if train else [], weight_grad={"Wh": n.stored} if train else {},
-                  backward_temporary={"Wh": n.compute} if train and n.autocast else {})  # fmt: skip
+    logits = w.product("logits", y, "NV", "Wh") if train else w.op("logits", [y], "NV", n.compute)
     wide = w.cast(logits, "NV", 4)
     shares = w.op("log-softmax", [wide], "NV", 4, saves_out=True)
     w.op("negative log-likelihood", [shares], "one", 4)

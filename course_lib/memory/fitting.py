@@ -87,7 +87,7 @@ class Way:
     Attributes:
         method, checkpointing, optimizer, precision: as of `estimate`.
         peak: bytes that PyTorch allocates at the worst moment, which is called `moment`.
-        device: bytes that nvidia-smi would show: reserved (expected) and CUDA's context. `fits`: within the card.
+        device: bytes that a card must have (see `Breakdown.device`). `fits`: this one has them.
     """
 
     method: str

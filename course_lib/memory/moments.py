@@ -137,7 +137,10 @@ def step(at: Stage, size: Sizes, in_flight: int) -> Breakdown:
         base + small + backward + whole + block_casts + outer_gradient + (layers - 1) * block_gradient
     )
     if full and first:
-        twice = 2 * waiting + (r.embedding_gradient if accumulate else 0)
+        sums = (
+            1 if run.numerics.autocast else 2
+        )  # autocast's cast leaves the first gradient to autograd alone: in place
+        twice = sums * waiting + (r.embedding_gradient if accumulate else 0)
         stream = tokens * shape.hidden * run.stored
         moments["gradient of the embedding"] = at_end + twice + stream + (r.outer_gradient if whole else 0)
     moments["optimizer step"] = at_end - gathered - split - earlier + r.step

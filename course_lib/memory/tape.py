@@ -30,11 +30,19 @@ def times(size: Size, factor: float) -> Size:
 
 @dataclass(eq=False)
 class Tensor:
-    """One storage of the forward pass. `wants_grad`: backward computes a gradient for it."""
+    """One storage of the forward pass.
+
+    `wants_grad`: backward computes a gradient for it, of the size `gradient` (the tensor's own, unless it is given).
+    """
 
     name: str
     size: Size
     wants_grad: bool = True
+    gradient: Size | None = None
+
+    @property
+    def grad_size(self) -> Size:
+        return self.size if self.gradient is None else self.gradient
 
 
 @dataclass(eq=False)
@@ -130,13 +138,13 @@ class Tape:
         """
         users = self._saved_tensors()
         alive: dict[object, Size] = {tensor: tensor.size for tensor in users}
-        grads: dict[Tensor, Size] = {self.ops[-1].out: self.ops[-1].out.size}
+        grads: dict[Tensor, Size] = {self.ops[-1].out: self.ops[-1].out.grad_size}
         moments = []
         for op in reversed(self.ops):
             grad_out = grads.get(op.out, {})
             wanted = [tensor for tensor in dict.fromkeys(op.inputs) if tensor.wants_grad]
             # an addition hands the very gradient on that it got, unless the other input has another dtype
-            made = {t: {} if op.passes_through and t.size == op.out.size else t.size for t in wanted}
+            made = {t: {} if op.passes_through and t.size == op.out.size else t.grad_size for t in wanted}
             if op.weight_grad:
                 alive[op] = op.weight_grad
             moments.append(plus(*alive.values(), *grads.values(), *made.values(), op.backward_temporary))
@@ -146,7 +154,7 @@ class Tape:
             for tensor, size in made.items():
                 if not size:
                     size, grad_out = grad_out, {}  # the first one now stands for the storage
-                grads[tensor] = tensor.size if grads.get(tensor) else size
+                grads[tensor] = tensor.grad_size if grads.get(tensor) else size
             for tensor in self._saves(op):
                 users[tensor] -= 1
                 if not users[tensor]:

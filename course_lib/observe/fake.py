@@ -3,6 +3,10 @@
 So a training step of a model of 70 billion parameters takes seconds on a laptop, and what it would have allocated, and
 when, is known all the same. What fake tensors cannot show: the workspace inside a kernel (cuBLAS, attention), which
 is no tensor, and outputs whose layout a kernel chooses by itself.
+
+One thing that any counter of this kind changes by looking, PyTorch's MemTracker included, on real tensors as well: where
+two gradients of one tensor meet, autograd adds the second into the first if nobody else holds it, but never while
+operations are being watched. A tied embedding under autocast then seems to need one more gradient of its size.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ upcast: PEFT's `prepare_model_for_kbit_training` and its `autocast_adapter_dtype
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -171,13 +172,19 @@ def add_adapters(model: Any, rank: int, alpha: float, dtype: torch.dtype, seed: 
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # PEFT asks transformers by a name that transformers has renamed; both names give the same answer.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+    with torch.random.fork_rng(devices=[]), peft_may_use_the_old_name():
         torch.manual_seed(seed)  # PEFT draws A on the CPU: the same numbers on every device
         model = get_peft_model(model, config, autocast_adapter_dtype=False)
     cast_parameters(trainable(model), dtype)
     return model
+
+
+@contextmanager
+def peft_may_use_the_old_name() -> Iterator[None]:
+    """Around PEFT's wrapping: it asks transformers by a renamed attribute, whose warning nobody on the page can act on."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
 
 
 def trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -15,6 +15,7 @@ from course_lib.training.building import (
     build_model,
     build_optimizer,
     grad_scaler,
+    peft_may_use_the_old_name,
     quantization_constants,
     trainable,
 )
@@ -115,7 +116,9 @@ def examples(tokenizer: Any, split: str, seq_len: int) -> list[dict[str, list[in
     fitting = [example for example in every if len(example["input_ids"]) <= seq_len]
     if not fitting:
         shortest = min(len(example["input_ids"]) for example in every)
-        raise ValueError(f"seq_len={seq_len}: the shortest {split} pair has {shortest} tokens of this model; allow more.")
+        raise ValueError(
+            f"seq_len={seq_len}: the shortest {split} pair has {shortest} tokens of this model; allow more."
+        )
     return fitting
 
 
@@ -185,16 +188,21 @@ def save_to(folder: str, model: Any) -> None:
     model.save_pretrained(folder, **({"save_embedding_layers": False} if hasattr(model, "peft_config") else {}))
 
 
-def merged(name: str, adapter: str, *, precision: str = "fp32", device: str | None = None) -> Any:
-    """The unquantized model `name` with the adapter in folder `adapter` added into its weights: a plain model again.
+def with_adapter(name: str, adapter: str, *, precision: str = "fp32", device: str | None = None) -> Any:
+    """The unquantized model `name` with the adapter in folder `adapter` beside its weights, ready to answer.
 
     An adapter of "qlora" was trained beside 4-bit weights, so beside the exact ones it is off by their rounding.
     """
     from peft import PeftModel
 
     model, _ = build_model(name, method="full", precision=precision, device=device)
-    with_adapter = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False)
-    return with_adapter.merge_and_unload().eval()
+    with peft_may_use_the_old_name():
+        return PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False).eval()
+
+
+def merged(name: str, adapter: str, *, precision: str = "fp32", device: str | None = None) -> Any:
+    """As `with_adapter`, the adapter added into the weights: a plain model again."""
+    return with_adapter(name, adapter, precision=precision, device=device).merge_and_unload().eval()
 
 
 def positive(**numbers: int) -> None:
