@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 from typing import TYPE_CHECKING, Any
 
 from course_lib.figures.memory import draw_against_card
-from course_lib.figures.style import DPI
+from course_lib.figures.style import png
 from course_lib.memory import CARDS, PRESETS, Breakdown, card, estimate
 from course_lib.memory.settings import CHOICES
 
@@ -80,9 +79,7 @@ def calculator(**start: Any) -> ipywidgets.VBox:
         figure, alt = draw_against_card(
             {chosen["model"]: need}, card=on.memory, card_name=on.name, title="Will it fit?"
         )
-        file = io.BytesIO()
-        figure.savefig(file, format="png", dpi=DPI)
-        data = base64.b64encode(file.getvalue()).decode()
+        data = base64.b64encode(png(figure)).decode()
         shown.value = (
             f"<p><b>{html.escape(verdict)}</b></p><img alt='{html.escape(alt)}' src='data:image/png;base64,{data}'>"
         )

