@@ -256,7 +256,8 @@ def _(row, given, record) -> None:
     need = estimate("tiny")
     record("ours, MiB", need.cuda_context / MIB)
     record("published, MiB", float(row["expected"]))
-    assert need.cuda_context > 0 and need.device - need.reserved.expected == need.cuda_context
+    without = need.device - need.cuda_context
+    assert need.cuda_context > 0 and need.reserved.low <= without <= need.reserved.expected
 
 
 @kind("weights")
