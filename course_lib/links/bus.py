@@ -1,9 +1,11 @@
-"""The arithmetic of links between GPUs: what a collective's measured speed says about the wire."""
+"""Bus bandwidth: what a collective's measured speed says about the wire, whatever the number of ranks."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+
+from course_lib.memory.checked import positive
 
 _FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -40,3 +42,27 @@ def bus_factor(collective: str, ranks: int) -> float:
     if type(ranks) is not int or ranks < 1:
         raise ValueError(f"ranks={ranks!r}: give a whole number of at least 1.")
     return _FACTORS[collective](ranks)
+
+
+def algorithm_bandwidth(num_bytes: float, seconds: float) -> float:
+    """Payload over time, bytes/s: what the caller of a collective sees (nccl-tests' ``algbw``).
+
+    Args:
+        num_bytes: the payload in nccl-tests' sense: the whole array of all_reduce, broadcast and reduce, the whole
+            gathered array of all_gather, the whole array before it is scattered of reduce_scatter, all that one rank
+            sends, itself included, of all_to_all.
+
+    Raises:
+        ValueError: a number that is not above 0.
+    """
+    positive(num_bytes=num_bytes, seconds=seconds)
+    return num_bytes / seconds
+
+
+def bus_bandwidth(collective: str, num_bytes: float, ranks: int, seconds: float) -> float:
+    """``algorithm_bandwidth`` times ``bus_factor``, bytes/s: to be held against one direction of the link.
+
+    Raises:
+        ValueError: as ``bus_factor``, and for a number that is not above 0.
+    """
+    return algorithm_bandwidth(num_bytes, seconds) * bus_factor(collective, ranks)

@@ -1,0 +1,129 @@
+"""The collectives that were written by hand against the library's, on CPU ranks over gloo, all in one run.
+
+Every figure is the median of ROUNDS rounds, in seconds a call of the slowest rank. The racers alternate within a round, so
+that a noisy minute hits all of them; small tensors are reduced several times a round.
+
+    python benchmarks/collectives.py
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from typing import Any
+
+RANKS, ROUNDS, LIMIT = 4, 11, 1.5
+SIZES = [2**10, 2**14, 2**18, 2**22, 2**26]  # bytes of fp32
+FIT_SIZES, FIT_ROUNDS, FIT_LIMIT = [2**k for k in range(12, 27)], 25, 0.25
+
+
+def race(sizes: list[int], rounds: int) -> tuple[dict[str, dict[int, list[float]]], dict[str, Any]]:
+    """On each rank: (seconds a call by racer and bytes, what the last ring sent)."""
+    import functools
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from course_lib.collectives import Traffic, doubling, halving, naive, ring, tree
+
+    racers = {
+        "dist.all_reduce": dist.all_reduce,
+        "ring": ring.all_reduce,
+        "ring, check=False": functools.partial(ring.all_reduce, check=False),
+        "halving": halving.all_reduce,
+        "doubling": doubling.all_reduce,
+        "tree": tree.all_reduce,
+        "naive": naive.all_reduce,
+    }
+    took: dict[str, dict[int, list[float]]] = {name: {size: [] for size in sizes} for name in racers}
+    for size in sizes:
+        value, calls = torch.zeros(size // 4), max(1, min(5, 2**22 // size))
+        for turn in range(rounds + 1):
+            for name, all_reduce in racers.items():
+                dist.barrier()
+                began = time.perf_counter()
+                for _ in range(calls):
+                    all_reduce(value)
+                if turn:  # the first round meets fresh connections and fresh memory
+                    took[name][size].append((time.perf_counter() - began) / calls)
+    with Traffic() as sent:
+        ring.all_reduce(value)
+    return took, vars(sent)
+
+
+def words(size: int) -> str:
+    return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"
+
+
+def against_library() -> dict[str, bool]:
+    """Print the hand-written all-reduces beside the library's. Returns goals, each met or not."""
+    import torch
+
+    from course_lib.launch import launch
+
+    run = launch(race, SIZES, ROUNDS, ranks=RANKS, threads=1, timeout=1200, quiet=True)
+    by_rank, sent = [took for took, _ in run.results], run.results[0][1]
+    took = {
+        name: {size: [max(turn) for turn in zip(*(t[name][size] for t in by_rank), strict=True)] for size in SIZES}
+        for name in by_rank[0]
+    }
+    median = {name: {size: statistics.median(by[size]) for size in SIZES} for name, by in took.items()}
+    print(
+        f"all-reduce, {RANKS} CPU ranks, gloo, torch {torch.__version__}, {os.cpu_count()} cores, medians of {ROUNDS}"
+    )
+    print(f"{'milliseconds (times the library)':34}" + "".join(f"{words(size):>18}" for size in SIZES))
+    for name, by in median.items():
+        ratios = [f"{1e3 * by[s]:10.2f} ({by[s] / median['dist.all_reduce'][s]:4.2f})" for s in SIZES]
+        print(f"{name:34}" + "".join(f"{ratio:>18}" for ratio in ratios))
+    header = median["ring"][SIZES[0]] - median["ring, check=False"][SIZES[0]]
+    print(f"the header that tells bad input costs {1e3 * header:.2f} ms a call, at every size")
+    largest = SIZES[-1]
+    pairs = zip(took["ring"][largest], took["dist.all_reduce"][largest], strict=True)
+    ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+    print(f"ring at {words(largest)}: {ratio:.2f} times the library, median over rounds of the round's own ratio")
+    return {
+        f"hand-written ring at {words(largest)} within {LIMIT} times the library": ratio <= LIMIT,
+        "the ring's bytes a rank are 2(n-1)/n of the tensor's": sent["bytes"] * RANKS == 2 * (RANKS - 1) * largest,
+    }
+
+
+def fit_holds() -> dict[str, bool]:
+    """Fit alpha and beta on every other size, predict the sizes between, print both with the scatter over the rounds.
+
+    By each size's fastest round: on a machine that does other work too, medians measure that work.
+    """
+    from course_lib.measuring import bench_collective
+
+    ranks = max(2, min(RANKS, os.cpu_count() or 2))  # ranks that share a core measure the scheduler
+    curve = bench_collective("all_reduce", FIT_SIZES, ranks=ranks, repeats=FIT_ROUNDS, backend="gloo")
+    fitted_on = curve.sizes[::2]
+    line = curve.fit(sizes=fitted_on, of="fastest")
+    print(f"all-reduce, {ranks} CPU ranks, gloo, {FIT_ROUNDS} rounds; fit on every other size: {line}")
+    print(f"{'':>10}{'fastest':>10}{'median':>10}{'slowest':>10}{'predicted':>11}   milliseconds; fastest to predicted")
+    errors = {}
+    for point in curve:
+        predicted = line.predict(point.bytes)
+        error = point.fastest / predicted - 1
+        if point.bytes not in fitted_on:
+            errors[point.bytes] = error
+        times = (point.fastest, point.seconds, point.slowest)
+        numbers = "".join(f"{1e3 * seconds:10.2f}" for seconds in times)
+        print(
+            f"{words(point.bytes):>10}{numbers}{1e3 * predicted:11.2f}{error:+8.0%}{'' if point.bytes in fitted_on else '   not fitted'}"
+        )
+    worst = max(errors, key=lambda size: abs(errors[size]))
+    print(f"worst prediction of a size that was not fitted: {errors[worst]:+.0%} at {words(worst)}")
+    return {f"alpha and beta predict sizes not fitted within {FIT_LIMIT:.0%}": abs(errors[worst]) <= FIT_LIMIT}
+
+
+def main() -> int:
+    goals = against_library() | fit_holds()
+    for goal, met in goals.items():
+        print(f"{'met   ' if met else 'MISSED'}  {goal}")
+    return 0 if all(goals.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
