@@ -70,9 +70,9 @@ def train(
         raise ValueError("a parameter server needs a rank to serve and one to work: launch at least 2 ranks.")
     if steps < 0 or staleness < 0:
         raise ValueError(f"steps={steps!r}, staleness={staleness!r}: give whole numbers of at least 0.")
-    if staleness and dist.get_backend(group) == "nccl":
-        raise ValueError("staleness needs a receive from any rank, which NCCL lacks: use staleness=0, or gloo.")
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if staleness and any(p.is_cuda for p in parameters) and "nccl" in dist.get_backend(group):
+        raise ValueError("staleness needs a receive from any rank, which NCCL lacks: use staleness=0, or the CPU.")
     if len({p.dtype for p in parameters}) != 1:
         raise ValueError("the parameter server sends all trainable parameters as one vector: give them one dtype.")
     vector = _joined(parameters)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+# On GPUs a tensor that a notebook cell left on the CPU still finds its way.
+BOTH = "cpu:gloo,cuda:nccl"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -68,7 +70,7 @@ def process_group(backend: str | None = None, *, init_method: str = "env://", ti
     if alone:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     dist.init_process_group(
-        chosen,
+        BOTH if chosen == "nccl" else chosen,
         init_method=None if alone else init_method,
         store=store,
         rank=rank,

@@ -175,7 +175,7 @@ def _time_all(kind: str, payloads: list[int], repeats: int, warm_up: int) -> lis
     import torch
     import torch.distributed as dist
 
-    on_gpu = dist.get_backend() == "nccl"
+    on_gpu = "nccl" in dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     finish: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
     calls = [_call(kind, payload // _ITEM, device) for payload in payloads]

@@ -178,7 +178,7 @@ class Recorder:
             noted = _work_with_end(work, lambda: self._end(record))
             self._kept[id(record)] = noted  # C++ keeps no Python object alive
             return noted.boxed()
-        if torch.cuda.is_initialized() and torch.distributed.get_backend() == "nccl":
+        if torch.cuda.is_initialized() and "nccl" in torch.distributed.get_backend():
             begin = torch.cuda.Event(enable_timing=True)
             begin.record()
 

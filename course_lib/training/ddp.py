@@ -50,7 +50,7 @@ def train(
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     micro_batch_size(steps=steps, global_batch=global_batch, ranks=world_size, accumulate=accumulate)
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
     # DDP broadcasts rank 0's weights when it wraps the model, so the ranks' own seeds need not agree
     model = DistributedDataParallel(tiny_llama(seed=seed + rank).to(device), bucket_cap_mb=bucket_cap_mb)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)

@@ -16,7 +16,7 @@ def accumulated_step(step: Callable[..., Any]) -> str:
     """Parity with the whole batch for equal and unequal micro-batches; gradients cross the wire once a step."""
     evidence = ""
     for ranks, sizes in ((1, [2, 2]), (2, [2, 2, 2]), (2, [3, 2, 1]), (3, [1, 1, 1, 1])):
-        run = launch(on_ranks.accumulate, step, sizes, ranks=ranks, timeout=8, quiet=True)
+        run = launch(on_ranks.accumulate, step, sizes, ranks=ranks, timeout=8, backend="gloo", quiet=True)
         for told in run.results:
             _right_accumulation(told, sizes)
         if ranks > 1:

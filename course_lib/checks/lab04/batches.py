@@ -67,7 +67,9 @@ def _right_shards(shards: list[list[int]], num_samples: int, ranks: int) -> None
 def loss_weight(weight: Callable[..., Any]) -> str:
     """DDP's average over ranks of the weighted losses is the mean over all rows, also where shards are unequal."""
     for rows_by_rank in ([4, 4], [5, 3], [3, 3, 2], [4, 1, 1, 1]):
-        run = launch(on_ranks.uneven, weight, rows_by_rank, ranks=len(rows_by_rank), timeout=8, quiet=True)
+        run = launch(
+            on_ranks.uneven, weight, rows_by_rank, ranks=len(rows_by_rank), timeout=8, backend="gloo", quiet=True
+        )
         for rank, told in enumerate(run.results):
             if told["weight"] is None:
                 raise NotAttempted

@@ -18,7 +18,7 @@ def own_ddp(make_ddp: Callable[..., Any]) -> str:
     evidence = ""
     for ranks in (1, 2, 3, 4):
         slow = straggle if ranks == 2 else 0.0
-        run = launch(on_ranks.own_ddp, make_ddp, bucket_bytes, slow, ranks=ranks, timeout=8, quiet=True)
+        run = launch(on_ranks.own_ddp, make_ddp, bucket_bytes, slow, ranks=ranks, timeout=8, backend="gloo", quiet=True)
         for rank, told in enumerate(run.results):
             _same_start(told, rank, ranks)
         for rank, told in enumerate(run.results):

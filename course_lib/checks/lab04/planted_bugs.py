@@ -17,7 +17,9 @@ def repaired(train: Callable[..., Any]) -> str:
     steps, micro_batch, lr = 6, 4, 1e-2
     evidence = ""
     for ranks in (2, 3):
-        run = launch(on_ranks.repaired, train, steps, micro_batch, lr, ranks=ranks, timeout=8, quiet=True)
+        run = launch(
+            on_ranks.repaired, train, steps, micro_batch, lr, ranks=ranks, timeout=8, backend="gloo", quiet=True
+        )
         told = run.results
         if told[0]["model"] != "given":
             if told[0]["model"] in (None, ...):
