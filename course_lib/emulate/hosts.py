@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from course_lib.checked import pick
 from course_lib.emulate import delay, namespaces
 from course_lib.launch import Run, launch
 from course_lib.launch.watch import Folder
 from course_lib.links import Link
 from course_lib.links import link as preset
-from course_lib.memory.checked import pick
 
 HOW = ("namespaces", "delay")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from course_lib.checked import pick
 from course_lib.links.cost import bytes_given, seconds
 from course_lib.links.link import Link, link
-from course_lib.memory.checked import pick
 
 HIERARCHICAL = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 

@@ -15,8 +15,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from course_lib.checked import pick
 from course_lib.links.link import Link, link
-from course_lib.memory.checked import pick
 
 COLLECTIVES = ("broadcast", "reduce", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "gather", "scatter")
 

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from course_lib.checked import positive
 from course_lib.links.cost import bytes_given
 from course_lib.links.link import Link
-from course_lib.memory.checked import positive
 
 _ROUNDS = 30
 _HUBER = 1.345  # standard deviations beyond which a point loses weight (Huber 1964: 95 % efficient on clean data)

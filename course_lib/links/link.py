@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from course_lib.memory.checked import pick, positive
+from course_lib.checked import pick, positive
 
 
 @dataclass(frozen=True)

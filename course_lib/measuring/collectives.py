@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from course_lib.checked import pick, positive
 from course_lib.launch import launch
 from course_lib.ledger import stamp
 from course_lib.links import Fit, algorithm_bandwidth, bus_bandwidth, fit
-from course_lib.memory.checked import pick, positive
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from course_lib.checked import positive
 from course_lib.ledger import stamp
-from course_lib.memory.checked import positive
 
 NO_CUDA = "There is no CUDA device here, so there is no copy to a GPU to time."
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from course_lib.memory.checked import pick, positive
+from course_lib.checked import pick, positive
 from course_lib.memory.shapes import Shape, shape_of
 
 COUNTED = ("matrices", "all", "without_embedding")

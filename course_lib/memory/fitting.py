@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from course_lib.checked import positive
 from course_lib.memory.cards import Card, card
-from course_lib.memory.checked import positive
 from course_lib.memory.estimate import estimate
 from course_lib.memory.settings import CHOICES, check_counts
 from course_lib.memory.shapes import Shape, shape_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from course_lib.checked import pick
 from course_lib.memory.cards import Card, card
-from course_lib.memory.checked import pick
 from course_lib.memory.shapes import Shape
 
 CHOICES: dict[str, tuple[str, ...]] = {

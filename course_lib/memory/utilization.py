@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from course_lib.checked import positive
 from course_lib.memory.cards import Card, card
-from course_lib.memory.checked import positive
 from course_lib.memory.compute import flops_per_token, weights_counted
 from course_lib.memory.shapes import Shape, shape_of
 

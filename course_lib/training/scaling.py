@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from course_lib.checked import positive
 from course_lib.data import sample_batch
 from course_lib.emulate import emulated_hosts, through_the_link
 from course_lib.links import Link, seconds
-from course_lib.memory.checked import positive
 from course_lib.models import tiny_llama
 
 BUCKET_MIB = 0.75  # of 3.1 MiB: about a layer each, as 25 MiB is about a layer of a small real model
