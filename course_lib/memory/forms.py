@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from course_lib.memory.blocks import SYMBOLS, Numerics, block, head
-from course_lib.memory.tape import Size
+from course_lib.memory.tape import Size, highest
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ def forms(numerics: Numerics, grad_in: bool, accumulate: bool) -> Forms:
         top.forward_moments(y),
         top.backward_moments(accumulate=accumulate),
     ):
-        slices.append(slice(len(rows), len(rows) + len(moments)))
-        rows.extend(moments)
+        candidates = highest(moments)
+        slices.append(slice(len(rows), len(rows) + len(candidates)))
+        rows.extend(candidates)
     matrix = np.zeros((len(rows), len(SYMBOLS)))
     for row, size in zip(matrix, rows, strict=True):
         for symbol, each in size.items():

@@ -160,3 +160,16 @@ class Tape:
                 if not users[tensor]:
                     del alive[tensor]
         return moments
+
+
+def highest(sizes: list[Size]) -> list[Size]:
+    """The sizes that can be the largest for some widths: those that no other one reaches in every symbol."""
+    best: list[Size] = []
+    for size in sizes:
+        if not any(_reaches(other, size) for other in best):
+            best = [other for other in best if not _reaches(size, other)] + [size]
+    return best
+
+
+def _reaches(one: Size, other: Size) -> bool:
+    return all(one.get(symbol, 0) >= bytes_each for symbol, bytes_each in other.items())
