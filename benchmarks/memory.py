@@ -58,7 +58,9 @@ def speed() -> dict[str, bool]:
         estimate(**one)
     wall, seconds = time.perf_counter() - began, time.process_time() - on_cpu
     median = statistics.median(singles)
-    print(f"one estimate, warm: median {median * 1e6:.1f} µs, fastest {min(singles) * 1e6:.1f} µs of {len(singles):,}")
+    print(
+        f"one estimate, warm: median {median * 1e6:.1f} µs, fastest {min(singles) * 1e6:.1f} µs of {len(singles)} batches of 100"
+    )
     print(
         f"{MANY:,} different settings, cold caches: {seconds:.2f} s, {seconds / MANY * 1e6:.1f} µs each; {wall:.2f} s by the clock"
     )
