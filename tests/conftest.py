@@ -8,11 +8,16 @@ import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import shutil
+import signal
 import tempfile
 import time
 
 import psutil
 import pytest
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and all that they start inherits that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
