@@ -50,6 +50,20 @@ def run(train: Callable[..., Outcome], argv: Sequence[str] | None = None, *, own
             outcome = train(**arguments)
     else:
         outcome = train(**arguments)
+        _leave_together()
     if outcome.rank == 0:
         print(json.dumps(asdict(outcome)))
         sys.stdout.flush()
+
+
+def _leave_together() -> None:
+    """Take a process group down that Accelerate or Lightning left up, when all ranks have come here.
+
+    A rank that ends while another one's gloo threads still listen to it can abort that one (seen once, as
+    SIGABRT).
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
