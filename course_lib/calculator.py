@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import html
 from typing import TYPE_CHECKING, Any
 
 from course_lib.figures.memory import draw_against_card
-from course_lib.figures.style import png
+from course_lib.figures.style import as_html
 from course_lib.memory import CARDS, PRESETS, Breakdown, card, estimate
 from course_lib.memory.settings import CHOICES
 
@@ -69,7 +68,7 @@ def calculator(**start: Any) -> ipywidgets.VBox:
         "micro_batch": w.SelectionSlider(options=[1, 2, 4, 8, 16, 32], value=values["micro_batch"], description="sequences", **wide),
         "seq_len": w.SelectionSlider(options=[2**i for i in range(8, 18)], value=values["seq_len"], description="tokens each", **wide),
     }  # fmt: skip
-    shown = w.HTML()  # and not w.Image, which has no text for readers who do not see it
+    shown = w.HTML()
 
     def draw(_: Any = None) -> None:
         chosen = {name: control.value for name, control in controls.items()}
@@ -79,10 +78,7 @@ def calculator(**start: Any) -> ipywidgets.VBox:
         figure, alt = draw_against_card(
             {chosen["model"]: need}, card=on.memory, card_name=on.name, title="Will it fit?"
         )
-        data = base64.b64encode(png(figure)).decode()
-        shown.value = (
-            f"<p><b>{html.escape(verdict)}</b></p><img alt='{html.escape(alt)}' src='data:image/png;base64,{data}'>"
-        )
+        shown.value = f"<p><b>{html.escape(verdict)}</b></p>{as_html(figure, alt)}"
 
     for control in controls.values():
         control.observe(draw, "value")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import html
 from typing import TYPE_CHECKING, Any
 
 from course_lib.figures.collectives import draw_ring
-from course_lib.figures.style import png
+from course_lib.figures.style import as_html
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -29,9 +27,7 @@ def ring_stepper(ranks: int = 4) -> ipywidgets.VBox:
     shown = w.HTML()
 
     def draw(_: Any = None) -> None:
-        figure, alt = draw_ring(ranks, slider.value)
-        data = base64.b64encode(png(figure)).decode()
-        shown.value = f"<img alt='{html.escape(alt)}' src='data:image/png;base64,{data}'>"
+        shown.value = as_html(*draw_ring(ranks, slider.value))
 
     slider.observe(draw, "value")
     draw()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import io
 import numbers
 from typing import TYPE_CHECKING
@@ -53,6 +55,12 @@ def png(figure: Figure) -> bytes:
     image = Pillow.open(drawn).convert("RGB").quantize(64, dither=Pillow.Dither.NONE)
     image.save(small, format="png", optimize=True)
     return small.getvalue()
+
+
+def as_html(figure: Figure, alt: str) -> str:
+    """The figure as an HTML element, for widgets: their own image has no text for readers who do not see it."""
+    data = base64.b64encode(png(figure)).decode()
+    return f"<img alt='{html.escape(alt)}' src='data:image/png;base64,{data}'>"
 
 
 def _described_class() -> type:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-GIB = 2**30
 SEGMENT = 2 * 2**20  # the caching allocator asks the driver for multiples of 2 MiB
 
 # Share of the peak that the caching allocator reserves beyond it: medians of three steps replayed through the allocator's
