@@ -9,7 +9,7 @@
 
 # python3.11 first: it is the version that the tests were run with.
 PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3)
-EXTRAS ?= lab,offline-models,lightning,test
+EXTRAS ?= lab,offline-models,deepspeed,lightning,test
 
 # A slow line deserves patience; pip keeps its progress bar.
 PIP_DEFAULT_TIMEOUT ?= 60

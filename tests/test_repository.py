@@ -23,7 +23,7 @@ MODULE_LINES = 300
 # The rooms of course_lib and their floors: a room imports from its own floor and from those below, never in a circle.
 FLOORS = {
     "low": "launch observe memory links planner models data ledger progress shell smollm2_copy emulate checked",
-    "middle": "training collectives checking comparing figures notebook calculator stepper measuring",
+    "middle": "training checkpoints collectives checking comparing figures notebook calculator stepper measuring",
     "top": "checks workshop doctor __main__ labs proof memory_command",
 }
 HEIGHTS = {room: height for height, rooms in enumerate(FLOORS.values()) for room in rooms.split()}

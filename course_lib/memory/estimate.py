@@ -11,6 +11,7 @@ from course_lib.memory.moments import sizes, stage
 from course_lib.memory.moments import step as one_step
 from course_lib.memory.run import run_of
 from course_lib.memory.shapes import Shape, shape_of
+from course_lib.memory.sharded import BUCKET_ELEMENTS
 
 
 def estimate(
@@ -35,6 +36,8 @@ def estimate(
     step: str = "fused",
     device: str = "cuda",
     card: str | Card | None = None,
+    reshard: bool = True,
+    bucket_elements: int = BUCKET_ELEMENTS,
 ) -> Breakdown:
     """Bytes on the fullest GPU during a training step in its steady state (from the second step on).
 
@@ -65,15 +68,38 @@ def estimate(
             the largest tensor).
         device: "cuda" or "cpu": bitsandbytes' CPU step unpacks 8-bit states, five fp32 tensors of the largest size.
         card: a card's name; only checked for what it cannot do.
+        reshard: "fsdp": a block's gathered weights go after its forward pass; False: they stay until its backward pass.
+            "zero3": every tensor goes after its use (stage3_max_reuse_distance 0, as in this course's programs); False:
+            DeepSpeed's default, by which up to 10^9 elements stay gathered: of a smaller model all.
+        bucket_elements: "zero1" to "zero3": reduce_bucket_size. DeepSpeed allocates such a bucket however small the model:
+            its 500 million elements are 1 GB in 16 bits and 2 GB in fp32.
 
     Raises:
         ValueError: an unknown model or choice, sizes that do not divide, a rank of 0, bf16 on a card without it.
+
+    Held against real steps: one device (tests/test_memory_measured.py), and two ranks under ddp, zero1, zero2, zero3 and
+    fsdp (benchmarks/sharding.py): the peak within 5 %. With several micro-batches fsdp's gradients are whole on every
+    rank until the last one, as under ``set_requires_gradient_sync(False)``. Frozen or offloaded weights under these
+    strategies were not measured at their peak.
 
     Sources: ZeRO, arXiv:1910.02054 (states); Korthikanti et al., arXiv:2205.05198 (activations); QLoRA, arXiv:2305.14314
     (NF4); Zhao et al., arXiv:2304.11277, section 3.2.1 (gathered units).
     """
     try:
-        run = run_of(method, precision, optimizer, strategy, offload, step, device, checkpointing, attention, lora_rank)
+        run = run_of(
+            method,
+            precision,
+            optimizer,
+            strategy,
+            offload,
+            step,
+            device,
+            checkpointing,
+            attention,
+            lora_rank,
+            reshard,
+            bucket_elements,
+        )
     except TypeError:  # a list, say, which no cache can look up
         raise ValueError("Choices are names and lora_rank a number, each a single value, not a list.") from None
     shape = model if type(model) is Shape else shape_of(model)

@@ -11,6 +11,7 @@ from course_lib.memory.blocks import SYMBOLS, Numerics
 from course_lib.memory.breakdown import Breakdown
 from course_lib.memory.forms import Forms, forms
 from course_lib.memory.parameters import count, held, local_factors, local_matrices
+from course_lib.memory.phases import Phases, phases
 from course_lib.memory.resident import Resident, resident
 from course_lib.memory.run import Run
 from course_lib.memory.shapes import Shape
@@ -39,6 +40,7 @@ class Stage(NamedTuple):
     resident: Resident
     forms: Forms
     num_parameters: int
+    during: Phases
 
 
 @lru_cache(maxsize=8192)
@@ -47,10 +49,14 @@ def stage(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: bool, 
     n = run.numerics
     numerics = Numerics(n.method, n.compute, n.stored, n.factors, n.autocast, n.eager, shape.qk_norm, True,
                         shape.gated, shape.norm_bias)  # fmt: skip
+    # zero2 and zero3 move each gradient into a bucket, or to the host, as soon as it is there
+    at_once = run.strategy in ("zero2", "zero3") or (run.strategy == "zero1" and run.offload != "none")
     adapters = count(held(shape, 1, shape.layers, True, True, run.rank).factors)
+    r = resident(run, shape, ranks, t, layers, first, last)
     return Stage(
-        run, shape, layers, first, last, t, accumulate, resident(run, shape, ranks, t, layers, first, last),
-        forms(numerics, run.full or not first, accumulate), shape.parameters + adapters,
+        run, shape, layers, first, last, t, accumulate, r,
+        forms(numerics, run.full or not first, accumulate or at_once), shape.parameters + adapters,
+        phases(run, r, layers, accumulate, shape.tied and first and last),
     )  # fmt: skip
 
 
@@ -85,7 +91,7 @@ def _widths(shape: Shape, t: int, split: bool, rank: int) -> tuple[np.ndarray, n
 
 def step(at: Stage, size: Sizes, in_flight: int) -> Breakdown:
     """The step of one stage. `in_flight`: micro-batches whose activations it holds at a time (1 without a pipeline)."""
-    run, shape, layers, first, last, t, accumulate, r, f, num_parameters = at
+    run, shape, layers, first, last, t, accumulate, r, f, num_parameters, during = at
     tokens, full, again = size.tokens, run.full, run.checkpointing != "none"
     values = (f.matrix @ size.elements).tolist()
     kept_block, kept_first, saved_head, log_shares = values[:4]
@@ -106,35 +112,29 @@ def step(at: Stage, size: Sizes, in_flight: int) -> Breakdown:
 
     casts = layers * r.block_casts + r.outer_casts
     casts_kept = r.outer_casts if again else casts - r.unused_casts
-    gathered = r.outer_copy + 2 * r.block_copy  # the block at work, and the next one, prefetched
     split = size.gathered * run.numerics.compute
-    # gradients that are whole for a moment, on their way into shards or to the host
-    whole = r.block_gradient if run.offload != "none" or run.strategy in ("zero2", "zero3", "fsdp") else 0
     # a tied matrix gets two gradients; autograd adds them up, into a third tensor, when it has both
     waiting = r.embedding_gradient if shape.tied and first and last else 0
-
-    base = r.weights + r.optimizer + r.buckets + earlier + gathered + split
-    if accumulate or run.sharding:
-        base += r.gradients
-        block_gradient, outer_gradient, at_end = 0, waiting, base
-    else:
-        block_gradient, outer_gradient = r.block_gradient, r.outer_gradient - (0 if waiting else r.embedding_gradient)
-        at_end = base + r.gradients
+    base = r.weights + r.optimizer + earlier + split
 
     forward, backward = max(values[f.first_pass if again else f.forward]), max(values[f.backward])
     if again:
         backward = max(backward, max(values[f.forward]))
     block_casts = r.block_casts
-    moments = {"forward of the last block": base + below + forward + casts}
+    moments = {"forward of the last block": base + during.forward + below + forward + casts}
     if last:
-        moments["the loss"] = base + blocks + small + max(values[f.head_forward]) + casts
-        moments["backward of the loss"] = base + blocks + small + max(values[f.head_backward]) + casts_kept
+        moments["the loss"] = base + during.forward + blocks + small + max(values[f.head_forward]) + casts
+        moments["backward of the loss"] = (
+            base + during.backward + blocks + small + max(values[f.head_backward]) + casts_kept
+        )
     moments["backward of the last block"] = (
-        base + below + backward + whole + (block_casts if again else casts_kept - r.outer_casts)
-        + (outer_gradient if last else 0)
+        base + during.backward + below + backward + (block_casts if again else casts_kept - r.outer_casts)
+        + (during.head if last else 0)
     )  # fmt: skip
+    if during.last_block:
+        moments["reduce-scatter of the last block"] = base + during.last_block + below
     moments["backward of the first block"] = (
-        base + small + backward + whole + block_casts + outer_gradient + (layers - 1) * block_gradient
+        base + during.backward + small + backward + block_casts + during.head + (layers - 1) * during.block
     )
     if full and first:
         sums = (
@@ -142,13 +142,15 @@ def step(at: Stage, size: Sizes, in_flight: int) -> Breakdown:
         )  # autocast's cast leaves the first gradient to autograd alone: in place
         twice = sums * waiting + (r.embedding_gradient if accumulate else 0)
         stream = tokens * shape.hidden * run.stored
-        moments["gradient of the embedding"] = at_end + twice + stream + (r.outer_gradient if whole else 0)
-    moments["optimizer step"] = at_end - gathered - split - earlier + r.step
+        moments["gradient of the embedding"] = base + during.end + twice + stream
+    if during.reduced:
+        moments["gradients reduced"] = base + during.reduced + during.left * (blocks - kept_block) + small
+    moments["optimizer step"] = r.weights + r.optimizer + during.step
     moment = max(moments, key=moments.__getitem__)
     return Breakdown(
         r.weights, r.gradients, r.optimizer, int(activations + earlier),
         12 * tokens * shape.vocab // t if last else 0,
-        int(r.buckets + gathered + split + whole + casts),
+        int(r.buckets + r.outer_copy + 2 * r.block_copy + split + during.whole + casts),
         # a checkpoint holds cosines and sines as its arguments, not autograd
         int(activations + casts_kept + (log_shares if last else 0) - (turns if again else 0)),
         int(moments[moment]), moment, {name: int(value) for name, value in moments.items()}, num_parameters, r.trainable,

@@ -10,16 +10,17 @@ from course_lib.memory.quantized import adam8bit_bytes, nf4_bytes
 from course_lib.memory.run import Run
 from course_lib.memory.shapes import Shape
 
-BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's defaults of reduce_bucket_size and allgather_bucket_size
+LIVE_ELEMENTS = 10**9  # DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance
 
 
 class Resident(NamedTuple):
     """Bytes on one GPU, but for `trainable`, in elements.
 
     At rest: weights, gradients, optimizer, and DDP's or ZeRO's communication buckets. Gathered for a moment under sharded
-    parameters: a block's copy, and that of embedding, last norm and head. Then the gradients of one block, of the outer
-    matrices, of the embedding alone; autocast's 2-byte copies of a block's weights, of the head's, and those copies that
-    serve no gradient; the optimizer's temporary.
+    parameters: a block's copy, and that of embedding, last norm and head (zero3: of all that is gathered at a time). Then
+    the gradients of one block, of the outer matrices, of the embedding alone; autocast's 2-byte copies of a block's
+    weights, of the head's, and those copies that serve no gradient; the optimizer's temporary. Of the gradients: all of
+    them unsharded, a rank's share, that share in fp32, and as many as go through a bucket at a time.
     """
 
     weights: int
@@ -36,6 +37,10 @@ class Resident(NamedTuple):
     outer_casts: int
     unused_casts: int
     step: int
+    whole: int
+    share: int
+    fp32_share: int
+    bucketful: int
 
 
 @lru_cache(maxsize=8192)
@@ -56,8 +61,7 @@ def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: boo
     weights = blocks_at_rest + vectors_at_rest + run.at_rest * outer + _factors_at_rest(run) * factors
     if share:
         weights = _share(weights, ranks)
-    elif not run.sharding:
-        weights += 4 * shape.head_dim  # rotary frequencies: two buffers of head_dim / 2 in fp32
+    weights += 4 * shape.head_dim  # rotary frequencies: two buffers of head_dim / 2 in fp32, on every rank
 
     gradients = run.gradient * trainable
     if run.strategy in ("zero2", "zero3", "fsdp"):
@@ -70,18 +74,25 @@ def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: boo
     if run.offload == "all":
         weights = 0
 
-    buckets = 0
+    buckets = bucketful = 0
     if run.strategy == "ddp":
         buckets = run.gradient * trainable
     elif run.strategy.startswith("zero"):
-        buckets = 2 * compute * min(BUCKET_ELEMENTS, trainable)
+        buckets, bucketful = compute * run.bucket_elements, compute * min(run.bucket_elements, trainable)
     gathered = blocks_at_rest // layers if run.method == "qlora" else compute * (count(h.matrices) // layers)
     gathered += compute * (count(h.vectors) // layers) + run.factors * (factors // layers)
+    outer_copy = compute * outer
+    if run.strategy == "zero3":  # module by module, and one ahead; or all that is used again within so many elements
+        at_a_time = 2 * max(max((elements for elements, _ in tensors), default=0) for tensors in (h.matrices, h.outer))
+        there = count(h.matrices) + count(h.vectors) + outer
+        outer_copy = compute * min(at_a_time if run.reshard else LIVE_ELEMENTS, there)
+        gathered = 0
     casts = 2 if run.numerics.autocast else 0
+    unsharded = (run.stored if run.full else run.factors) * trainable
     return Resident(
         weights, gradients, states, trainable, buckets,
         block_copy=gathered if share else 0,
-        outer_copy=compute * outer if share else 0,
+        outer_copy=outer_copy if share else 0,
         block_gradient=run.stored * block if run.full else run.factors * factors // layers,
         outer_gradient=run.stored * outer if run.full else 0,
         embedding_gradient=run.stored * embedding if run.full and first else 0,
@@ -90,6 +101,7 @@ def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: boo
         # nothing before the first block is trained: the copies of A beside q, k and v serve no gradient of an input
         unused_casts=0 if run.full or not first else casts * 3 * run.rank * shape.hidden,
         step=_temporary(run, trained, trainable, ranks),
+        whole=unsharded, share=_share(run.gradient * trainable, ranks), fp32_share=_share(4 * trainable, ranks), bucketful=bucketful,
     )  # fmt: skip
 
 
@@ -117,6 +129,10 @@ def _temporary(run: Run, trained: list[tuple[int, int]], trainable: int, ranks: 
         return 5 * 4 * largest if run.device == "cpu" else 0
     width = 4 if run.master else run.state
     here = _share(trainable, ranks) if run.sharding else trainable
+    if run.strategy.startswith("zero"):
+        largest = here  # one flat tensor
+    elif run.strategy == "fsdp":
+        largest = _share(largest, ranks)
     return {"foreach": width * here, "loop": 2 * width * min(largest, here), "fused": 0}[run.step]
 
 

@@ -7,7 +7,7 @@ apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -70,8 +70,16 @@ class MemoryProbe:
             "ddp_buckets": bucket_bytes(self.model),
         }
 
+    def _gradient_tensors(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
     def _gradient_bytes(self) -> int:
-        return tensor_bytes(p.grad for p in self.model.parameters() if p.grad is not None)
+        return tensor_bytes(self._gradient_tensors())
+
+    def _call_before_step(self, note: Callable[..., None], stack: ExitStack) -> None:
+        """Have `note` called when the backward pass is over and the optimizer's step begins, as long as `stack` lives."""
+        if self.optimizer is not None:
+            stack.callback(self.optimizer.register_step_pre_hook(note).remove)
 
     @contextmanager
     def measure(self) -> Iterator[MemoryProbe]:
@@ -85,7 +93,7 @@ class MemoryProbe:
         buckets, rebuilt = _buckets(self.model)
         # those that no gradient is a view of just now are held by DDP all the same
         buckets -= before["gradients"] if getattr(self.model, "gradient_as_bucket_view", False) else 0
-        farewell = Farewell([p.grad for p in self.model.parameters() if p.grad is not None])
+        farewell = Farewell(self._gradient_tensors())
         saved = SavedForBackward(self.model, farewell.look)
         gradients = 0
 
@@ -94,8 +102,7 @@ class MemoryProbe:
             gradients = self._gradient_bytes()
 
         with ExitStack() as stack:
-            if self.optimizer is not None:
-                stack.callback(self.optimizer.register_step_pre_hook(note_gradients).remove)
+            self._call_before_step(note_gradients, stack)
             for module in self.model.modules():
                 if module._parameters:
                     stack.callback(module.register_forward_pre_hook(saved.note_own).remove)
@@ -114,14 +121,13 @@ class MemoryProbe:
                 farewell.look()
                 if buckets and _buckets(self.model)[1] > rebuilt:  # DDP rebuilt them as this step began
                     farewell.log.append((0, -buckets))
-                held = sum(before.values()) - before["ddp_buckets"] + buckets
+                held = sum(before.values()) - before.get("ddp_buckets", 0) + buckets
                 peak = {"peak": held + _highest(recording.log, farewell.log)}
         after = self.resident()
         self.bytes = {
+            **after,
             "parameters": before["parameters"],
             "gradients": gradients or after["gradients"],
-            "optimizer_state": after["optimizer_state"],
-            "ddp_buckets": after["ddp_buckets"],
             "activations": saved.highest,
             **peak,
         }

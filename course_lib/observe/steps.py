@@ -74,6 +74,7 @@ def observe(
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    probe: MemoryProbe | None = None,
     measured_step: int = 1,
 ) -> Observation:
     """Watch a training loop of this rank.
@@ -86,6 +87,7 @@ def observe(
 
     Args:
         model, optimizer: whose bytes to count; leave both out for times alone.
+        probe: counts instead, for a model that needs a probe of its own (`course_lib.observe.zero`).
         measured_step: index of the one step during which memory is measured (slower; its time is not reported).
 
     Raises:
@@ -93,4 +95,6 @@ def observe(
     """
     if measured_step < 0:
         raise ValueError(f"measured_step={measured_step}: give the index of a step, 0 for the first.")
-    return Observation(MemoryProbe(model, optimizer) if model is not None else None, measured_step)
+    if probe is None and model is not None:
+        probe = MemoryProbe(model, optimizer)
+    return Observation(probe, measured_step)

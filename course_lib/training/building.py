@@ -106,8 +106,12 @@ def prepare(
     lora_alpha: float = 32,
     seed: int = 0,
     device: str | torch.device | None = None,
+    storage: torch.dtype = torch.uint8,
 ) -> Any:
-    """What `build_model` does to a model that is loaded already. The model given is changed, not copied."""
+    """What `build_model` does to a model that is loaded already. The model given is changed, not copied.
+
+    `storage` is for "qlora", as in `quantize_linears`.
+    """
     device = pick_device(device)
     check(method=method, precision=precision, attention=attention, checkpointing=checkpointing, lora_rank=lora_rank,
           device=device)  # fmt: skip
@@ -116,7 +120,7 @@ def prepare(
     model.set_attn_implementation(ATTENTIONS[attention])
     cast_parameters(model.parameters(), kinds.weights)
     if method == "qlora":
-        quantize_linears(model, kinds.compute, device)
+        quantize_linears(model, kinds.compute, device, storage)
     model.to(device)
     if method != "full":
         model = add_adapters(model, lora_rank, lora_alpha, kinds.trained, seed)
@@ -130,11 +134,15 @@ def cast_parameters(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype
         parameter.data = parameter.data.to(dtype)
 
 
-def quantize_linears(model: torch.nn.Module, compute: torch.dtype, device: torch.device) -> None:
+def quantize_linears(
+    model: torch.nn.Module, compute: torch.dtype, device: torch.device, storage: torch.dtype = torch.uint8
+) -> None:
     """Put each linear layer of the model, `lm_head` left out, in NF4 with double quantization, on `device`.
 
     One matrix at a time: the whole model never lies on the device unquantized. `compute` is the dtype that weights are
-    unpacked to for a product. Paper: QLoRA (arXiv:2305.14314).
+    unpacked to for a product, `storage` the one that the packed bytes pretend to have: FSDP2 gathers a unit's tensors
+    together and casts those of another floating dtype, so there it must be that of the rest. Paper: QLoRA
+    (arXiv:2305.14314).
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
@@ -144,11 +152,12 @@ def quantize_linears(model: torch.nn.Module, compute: torch.dtype, device: torch
             continue
         packed = Linear4bit(
             linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=compute,
-            compress_statistics=True, quant_type="nf4", device="meta",
+            compress_statistics=True, quant_type="nf4", quant_storage=storage, device="meta",
         )  # fmt: skip
         packed.weight = Params4bit(
-            linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", module=packed
-        )
+            linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", module=packed,
+            quant_storage=storage,
+        )  # fmt: skip
         packed.bias = linear.bias
         # On a CPU with AVX512-BF16 an evaluation would reorder the weights in place, into bytes that nothing else reads.
         packed.support_avx512bf16_for_cpu = False

@@ -1,0 +1,299 @@
+"""ZeRO and FSDP2 on real ranks: bytes against their prediction, losses against one rank's, seconds against other launchers.
+
+1. Bytes at rest on each rank of 2, 3 and 4: every ZeRO stage, offloading, every FSDP2 setting, measured and predicted.
+2. The losses of every method after 20 steps, against one rank on the whole batch.
+3. Seconds a step and of starting: the course's FSDP2 program against Accelerate's, its ZeRO program by `launch` and torchrun
+   against DeepSpeed's own launcher. Runs alternate, so that a noisy minute hits all of them.
+4. The peak of a step against `estimate`.
+5. On GPUs: tokens a second and peak of full, LoRA and QLoRA training with shapes of 1 and 8 billion parameters, written to
+   a file with their stamp. Without one nothing is written.
+
+    python benchmarks/sharding.py [--part N ...] [--rounds N] [--record FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sharding_on_gpu import recorded
+
+MIB, LIMIT, LOSS, PEAK = 2**20, 0.01, 1e-5, 0.05
+BUCKET = 1_000_000  # elements; DeepSpeed's own 500 million are 2 GB on every rank
+BUFFERS = 128  # bytes of the tiny model's rotary frequencies, whole on every rank
+STEPS = 20
+
+# name -> (program, its settings, what `resident_bytes` is told, ranks that it needs or 0)
+ZERO = {f"ZeRO-{stage}": ("zero", {"stage": stage}, {"strategy": f"zero{stage}"}, 0) for stage in range(4)}
+ZERO |= {
+    f"ZeRO-{stage}, optimizer offloaded": (
+        "zero", {"stage": stage, "offload": "optimizer"}, {"strategy": f"zero{stage}", "offload": "optimizer"}, 0,
+    )
+    for stage in (1, 2, 3)
+}  # fmt: skip
+ZERO["ZeRO-3, all offloaded"] = (
+    "zero", {"stage": 3, "offload": "all"}, {"strategy": "zero3", "offload": "all"}, 0)  # fmt: skip
+ZERO["ZeRO-2, bf16"] = ("zero", {"stage": 2, "precision": "bf16"}, {"strategy": "zero2", "precision": "bf16"}, 0)
+ZERO["ZeRO-3, bf16"] = ("zero", {"stage": 3, "precision": "bf16"}, {"strategy": "zero3", "precision": "bf16"}, 0)
+FSDP = {
+    "FSDP2": ("fsdp", {}, {}, 0),
+    "FSDP2, reshard no": ("fsdp", {"reshard": "no"}, {"reshard": False}, 0),
+    "FSDP2, reshard over 2": ("fsdp", {"reshard": "2"}, {"reshard": 2}, 4),
+    "FSDP2, hybrid 2x2": ("fsdp", {"mesh": "2x2"}, {"shard_ranks": 2}, 4),
+    "FSDP2, one unit": ("fsdp", {"wrap": "whole"}, {}, 0),
+    "FSDP2, offloaded": ("fsdp", {"offload": True}, {"offload": "all"}, 0),
+    "FSDP2, bf16-mixed": ("fsdp", {"precision": "bf16-mixed"}, {"precision": "bf16-mixed"}, 0),
+    "FSDP2, LoRA": ("fsdp", {"method": "lora"}, {}, 0),
+    "FSDP2, QLoRA": ("fsdp", {"method": "qlora"}, {}, 0),
+}
+DDP = {"DDP": ("ddp", {}, {"strategy": "ddp"}, 0)}
+
+
+def run_all(cases: dict[str, tuple], **sizes: Any) -> dict[str, Any]:
+    """On a rank: every program after another; `zero` with the benchmark's bucket."""
+    import importlib
+
+    import torch
+
+    torch.set_num_threads(1)
+    found = {}
+    for name, (program, settings, *_) in cases.items():
+        module = importlib.import_module(f"course_lib.training.{program}")
+        more = {"bucket_elements": BUCKET} if program == "zero" else {}
+        found[name] = module.train(**sizes, **settings, **more)
+        gc.collect()  # an engine is full of cycles
+    return found
+
+
+def resident() -> dict[str, bool]:
+    from course_lib.launch import launch
+    from course_lib.memory.sharded import HELD, resident_bytes
+    from course_lib.memory.units import units_of
+
+    print("MiB on rank 0, gradients present; the error is that of the rank and category that is furthest off")
+    print(f"  {'':31}{'measured':>10}{'predicted':>11}{'padding':>9}{'rounding':>10}{'on host':>9}{'worst':>8}")
+    worst, exact, count = 0.0, 0, 0
+    for ranks in (2, 3, 4):
+        cases = {name: case for name, case in (DDP | ZERO | FSDP).items() if case[3] in (0, ranks)}
+        results = launch(
+            run_all, cases, ranks=ranks, quiet=True, timeout=600, steps=2, seq_len=16, global_batch=ranks
+        ).results
+        print(f"{ranks} ranks")
+        for name, (_, settings, how, _) in cases.items():
+            units = units_of("tiny", method=settings.get("method", "full"))
+            errors, first = [], None
+            for rank, outcomes in enumerate(results):
+                outcome = outcomes[name]
+                constants = outcome.extra.get("quantization_constants", 0)
+                told = resident_bytes(
+                    units, ranks=ranks, rank=rank, bucket_elements=BUCKET, buffers=BUFFERS + constants, **({"strategy": "fsdp"} | how)
+                )  # fmt: skip
+                held = {
+                    what: outcome.memory.get(what, 0) + outcome.extra.get("on_host", {}).get(what, 0) for what in HELD
+                }
+                held["buckets"] += outcome.memory.get("ddp_buckets", 0)
+                held["parameters"] += constants
+                errors += [abs(told[what] / size - 1) if size else float(told[what] > 0) for what, size in held.items()]
+                first = first or (held, told)
+            held, told = first
+            sizes = (sum(held.values()), told["total"], told["padding"], told["rounding"], told["host"])
+            print(f"  {name:31}{sizes[0] / MIB:10.3f}{sizes[1] / MIB:11.3f}{sizes[2] / MIB:9.3f}{sizes[3] / MIB:10.3f}"
+                  f"{sizes[4] / MIB:9.3f}{'exact' if not max(errors) else f'{max(errors):.2%}':>8}", flush=True)  # fmt: skip
+            worst, exact, count = max(worst, *errors), exact + (not max(errors)), count + 1
+    return {
+        f"bytes at rest within {LIMIT:.0%} in all {count} settings ({exact} to the byte, worst {worst:.2%})": worst
+        <= LIMIT
+    }
+
+
+def losses() -> dict[str, bool]:
+    from course_lib.launch import launch
+    from course_lib.training import single
+
+    in_fp32 = {
+        name: case
+        for name, case in (DDP | ZERO | FSDP).items()
+        if "precision" not in case[1] and "method" not in case[1]
+    }
+    oracle = launch(single.train, ranks=1, quiet=True, timeout=300, steps=STEPS).results[0].losses
+    found: dict[str, Any] = {}
+    for ranks in (2, 4):
+        cases = {name: case for name, case in in_fp32.items() if case[3] == (0 if ranks == 2 else 4)}
+        found |= launch(run_all, cases, ranks=ranks, quiet=True, timeout=600, steps=STEPS).results[0]
+        print(f"  {len(cases)} methods on {ranks} ranks done", flush=True)
+    others = {"Accelerate, FSDP2": ("accelerate_fsdp", {})}
+    others |= {f"Accelerate, ZeRO-{stage}": ("accelerate_zero", {"stage": stage}) for stage in (2, 3)}
+    for name, case in others.items():  # each its own ranks: Accelerate's choices hold for a process
+        found |= launch(run_all, {name: case}, ranks=2, quiet=True, timeout=300, steps=STEPS).results[0]
+    worst = 0.0
+    print(
+        f"one rank: {oracle[0]:.6f} at the first step, {oracle[-1]:.6f} at step {STEPS}; largest difference over all steps:"
+    )
+    for name, outcome in found.items():
+        off = max(abs(ours / theirs - 1) for ours, theirs in zip(outcome.losses, oracle, strict=True))
+        worst = max(worst, off)
+        print(f"  {name:31}{off:10.1e}   {outcome.wrapper}, {outcome.world_size} ranks")
+    return {
+        f"losses of {len(found)} methods within {LOSS:g} of one rank's over {STEPS} steps (worst {worst:.1e})": worst
+        <= LOSS
+    }
+
+
+def by_launch(program: str, settings: dict[str, Any]) -> tuple[float, float]:
+    """(seconds a step, seconds around the steps)."""
+    import importlib
+
+    from course_lib.launch import launch
+
+    module = importlib.import_module(f"course_lib.training.{program}")
+    run = launch(module.train, ranks=2, quiet=True, timeout=300, threads=1, steps=STEPS, **settings)
+    step = run.results[0].median_step
+    return step, run.seconds - STEPS * step
+
+
+def by_command(command: str) -> tuple[float, float]:
+    from course_lib.shell import shell
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    began = time.perf_counter()
+    output = shell(
+        f"{command.format(port=port)} --steps {STEPS}", timeout=300, OMP_NUM_THREADS="1", DS_ACCELERATOR=_accelerator()
+    )
+    told = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+    assert told["world_size"] == 2, f"{command}: {told['world_size']} ranks"
+    return told["median_step"], time.perf_counter() - began - STEPS * told["median_step"]
+
+
+def _accelerator() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def seconds(rounds: int) -> dict[str, bool]:
+    zero = {"stage": 2, "bucket_elements": BUCKET}
+    words = f"course_lib.training.zero --stage 2 --bucket-elements {BUCKET}"
+    races: dict[str, dict[str, Callable[[], tuple[float, float]]]] = {
+        "FSDP2: the course's program against Accelerate's": {
+            "fsdp.train, launch": lambda: by_launch("fsdp", {}),
+            "accelerate_fsdp.train, launch": lambda: by_launch("accelerate_fsdp", {}),
+        },
+        "ZeRO-2: the course's launchers against DeepSpeed's": {
+            "zero.train, launch": lambda: by_launch("zero", zero),
+            "zero.train, torchrun": lambda: by_command(f"torchrun --nproc_per_node 2 -m {words}"),
+            "zero.train, deepspeed --num_gpus 2": lambda: by_command(
+                f"deepspeed --num_gpus 2 --master_port {{port}} --module {words}"
+            ),
+        },
+    }
+    goals = {}
+    print(
+        f"{rounds} rounds, {STEPS} steps each, 2 ranks; medians, (fastest to slowest); the last line of each is the other's"
+    )
+    for title, racers in races.items():
+        print(title)
+        took: dict[str, list[tuple[float, float]]] = {name: [] for name in racers}
+        for number in range(rounds):
+            order = list(racers) if number % 2 == 0 else list(racers)[::-1]  # nobody is always the first
+            for name in order:
+                took[name].append(racers[name]())
+        theirs = list(racers)[-1]
+        for name, rows in took.items():
+            steps, starts = ([row[i] for row in rows] for i in (0, 1))
+            ratio = statistics.median(ours[0] / other[0] for ours, other in zip(rows, took[theirs], strict=True))
+            spread = max(_spread([row[0] for row in took[who]]) for who in (name, theirs))
+            print(f"  {name:36}{1e3 * statistics.median(steps):8.1f} ms a step ({1e3 * min(steps):.1f} to {1e3 * max(steps):.1f})"
+                  f"{statistics.median(starts):8.2f} s to start and end   step {ratio:.2f} times theirs", flush=True)  # fmt: skip
+            if name != theirs:
+                goals[f"{name} no slower a step than {theirs}: {ratio:.2f} times, noise {spread:.0%}"] = (
+                    ratio <= 1 + spread
+                )
+    return goals
+
+
+def _spread(values: list[float]) -> float:
+    """Half of the range over the median: what a round differs by when nothing has changed."""
+    return (max(values) - min(values)) / 2 / statistics.median(values)
+
+
+def peaks() -> dict[str, bool]:
+    from course_lib.launch import launch
+    from course_lib.memory import estimate, shape_of
+
+    cases = {
+        **{name: ZERO[name] for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3")},
+        "FSDP2": FSDP["FSDP2"],
+        "FSDP2, reshard no": FSDP["FSDP2, reshard no"],
+        "ZeRO-2, checkpointed": ("zero", {"stage": 2, "checkpointing": "full"}),
+        "FSDP2, 2 micro-batches": ("fsdp", {"accumulate": 2}),
+        "ZeRO-1, 2 micro-batches": ("zero", {"stage": 1, "accumulate": 2}),
+        "ZeRO-2, 2 micro-batches": ("zero", {"stage": 2, "accumulate": 2}),
+        "ZeRO-3, 2 micro-batches": ("zero", {"stage": 3, "accumulate": 2}),
+    }
+    found = launch(run_all, cases, ranks=2, quiet=True, timeout=300, steps=3).results[0]
+    print(f"  {'peak of a step on 2 ranks, MiB':31}{'measured':>10}{'predicted':>11}{'error':>8}  at the moment")
+    worst = 0.0
+    for name, (program, settings, *_) in cases.items():
+        micro_batches = settings.get("accumulate", 1)
+        told = estimate(
+            shape_of("tiny"), strategy=f"zero{settings['stage']}" if program == "zero" else "fsdp", ranks=2, precision="fp32",
+            micro_batch=4 // micro_batches, micro_batches=micro_batches, seq_len=128, device="cpu", bucket_elements=BUCKET,
+            step="loop" if program == "zero" else "fused", checkpointing=settings.get("checkpointing", "none"),
+            reshard=settings.get("reshard") != "no",
+        )  # fmt: skip
+        error = told.peak / found[name].memory["peak"] - 1
+        worst = max(worst, abs(error))
+        print(f"  {name:31}{found[name].memory['peak'] / MIB:10.2f}{told.peak / MIB:11.2f}{error:+8.1%}  {told.moment}")
+    return {
+        f"peak of a step within {PEAK:.0%} of estimate's in {len(cases)} settings (worst {worst:.1%})": worst <= PEAK
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", type=int, nargs="*", default=[], help="numbers of the parts to run; all without it")
+    parser.add_argument("--rounds", type=int, default=3, help="of part 3")
+    parser.add_argument("--record", default="sharding_on_gpu.json", help="file of part 5")
+    asked = parser.parse_args()
+    parts: dict[str, Callable[[], dict[str, bool]]] = {
+        "bytes at rest": resident,
+        "losses": losses,
+        "seconds": lambda: seconds(asked.rounds),
+        "peak of a step": peaks,
+        "on GPUs": lambda: recorded(asked.record),
+    }
+    wanted = asked.part or list(range(1, len(parts) + 1))
+    if asked.rounds < 1 or not all(1 <= number <= len(parts) for number in wanted):
+        parser.error(f"parts are 1 to {len(parts)}, rounds at least 1.")
+    import torch
+
+    logging.disable(logging.WARNING)  # of DeepSpeed's import, which looks for a GPU
+    print(
+        f"torch {torch.__version__}, {os.cpu_count()} cores, {torch.cuda.device_count()} GPUs, tiny Llama where nothing else is said"
+    )
+    goals: dict[str, bool] = {}
+    for number in wanted:
+        title, part = list(parts.items())[number - 1]
+        began = time.perf_counter()
+        print(f"\n{number}. {title}", flush=True)
+        goals |= part()
+        print(f"   ({time.perf_counter() - began:.0f} s)", flush=True)
+    print()
+    for goal, met in goals.items():
+        print(f"{'met   ' if met else 'MISSED'}  {goal}")
+    return 0 if all(goals.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

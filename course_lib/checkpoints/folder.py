@@ -1,0 +1,151 @@
+"""A folder of checkpoints: ``step-00000010`` and so on, each whole or not there.
+
+A checkpoint is written beside its place, as ``step-00000010.part-3f2a91bc``, and renamed when it is whole: one rename is
+all or nothing, whenever the process is killed. A rank that dies leaves a part behind; the next save removes it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from course_lib.checkpoints import wholeness
+from course_lib.checkpoints.errors import CheckpointError
+from course_lib.checkpoints.together import place
+
+PART = ".part-"
+WHOLE_TENSORS = ".universal-"  # what a load of DeepSpeed's at another world size makes beside the checkpoint
+A_DAY = 86_400.0
+REPLACED = ".replaced"
+_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
+
+
+@dataclass(frozen=True)
+class Found:
+    """One entry of a folder of checkpoints: its path, its step, and what is wrong with it, ``""`` where it is whole."""
+
+    path: Path
+    step: int
+    problem: str
+
+
+def name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def survey(folder: str | os.PathLike[str]) -> list[Found]:
+    """Every checkpoint of a folder, newest first, whole or not; sizes are looked at, not every byte."""
+    found = []
+    for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
+        plain, _, unfinished = path.name.partition(PART)
+        match = _NAME.fullmatch(plain)
+        if not match or (match[2] and path.with_name(name(int(match[1]))).exists()):
+            continue
+        try:
+            problem = f"{path} was never finished." if unfinished else (wholeness.whole(path), "")[1]
+        except CheckpointError as error:
+            problem = str(error)
+        found.append(Found(path, int(match[1]), problem))
+    return sorted(found, key=lambda one: (one.step, not one.problem, one.path.name), reverse=True)
+
+
+def latest(folder: str | os.PathLike[str], *, tell: Callable[[str], None] | None = None) -> Path | None:
+    """The newest whole checkpoint of a folder, or None; each newer one that is not whole is named.
+
+    ``tell`` takes the sentence that names it; None prints it, on rank 0 only.
+
+    Sizes are looked at here; ``load`` looks at every byte.
+    """
+    tell = tell or (print if place()[0] == 0 else lambda _: None)
+    for one in survey(folder):
+        if not one.problem:
+            return one.path
+        tell(f"checkpoint skipped: {one.problem}")
+    return None
+
+
+def find(where: str | os.PathLike[str]) -> Path:
+    """The checkpoint itself, or a folder's newest whole one. Raises CheckpointError where there is none."""
+    path = Path(where)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder: no checkpoint is there.")
+    if (path / "manifest.json").exists() or _NAME.fullmatch(path.name.partition(PART)[0]):
+        wholeness.whole(path)
+        return path
+    said: list[str] = []
+    found = latest(path, tell=said.append)
+    if found is None:
+        problems = " ".join(line.removeprefix("checkpoint skipped: ") for line in said)
+        raise CheckpointError(f"{path} has no whole checkpoint{': ' + problems if problems else '.'}")
+    for line in said:
+        print(line)
+    return found
+
+
+def older_whole(checkpoint: Path) -> str:
+    """A half-sentence on what may be loaded instead of a checkpoint that turned out bad."""
+    others = [one for one in survey(checkpoint.parent) if not one.problem and one.path != checkpoint]
+    return f" {others[0].path} is whole." if others else ""
+
+
+def sweep(folder: Path) -> None:
+    """Remove what dead saves left behind, and put back a checkpoint that was about to be replaced.
+
+    Only for the one who holds the folder's lock.
+    """
+    for path in list(folder.iterdir()):
+        plain, _, unfinished = path.name.partition(PART)
+        match = _NAME.fullmatch(plain)
+        if path.name.startswith(WHOLE_TENSORS) and time.time() - path.stat().st_mtime > A_DAY:
+            shutil.rmtree(path, ignore_errors=True)
+        if not match:
+            continue
+        if unfinished:
+            shutil.rmtree(path, ignore_errors=True)  # an orphan may still be writing: the next save tries again
+        elif match[2]:
+            final = path.with_name(name(int(match[1])))
+            _retire(path) if final.exists() else os.replace(path, final)
+
+
+def publish(part: Path, step: int) -> Path:
+    """Give a finished part its name. At every instant the folder has the old checkpoint of this step or the new one."""
+    final = part.with_name(name(step))
+    replaced = final.with_name(final.name + REPLACED)
+    if final.exists():
+        os.replace(final, replaced)
+    os.replace(part, final)
+    fsync_folder(final.parent)
+    if replaced.exists():
+        _retire(replaced)
+    return final
+
+
+def prune(folder: Path, step: int, keep: int) -> None:
+    """Remove checkpoints of earlier steps beyond the newest ``keep`` whole ones; those of later steps are left alone."""
+    earlier = [one for one in survey(folder) if one.step <= step and PART not in one.path.name]
+    kept = [one for one in earlier if not one.problem][:keep]
+    for one in earlier:
+        if kept and one not in kept and one.step < kept[-1].step:
+            _retire(one.path)
+
+
+def _retire(path: Path) -> None:
+    """Removing takes time, so first the name goes: a checkpoint is never half there."""
+    part = path.with_name(f"{path.name}{PART}{uuid4().hex[:8]}")
+    os.replace(path, part)
+    shutil.rmtree(part)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Wait until the disk has the folder's names."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

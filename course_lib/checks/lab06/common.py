@@ -1,0 +1,37 @@
+"""What the checks of lab 6 share: the lab itself, tolerances, a rank's collectives between two barriers."""
+
+from __future__ import annotations
+
+import torch
+
+from course_lib.checking import Lab
+from course_lib.launch import Run
+from course_lib.observe import Collective
+
+lab = Lab("06_fsdp", title="FSDP")
+
+TIMEOUT = 8.0  # seconds for one launch; the longest takes a second on two quiet cores
+# fp32 sums over ranks come in another order than one rank's: 1e-7 a sum, a few hundred sums deep
+RTOL, ATOL = 2e-4, 2e-6
+
+
+def chunk_rows(rows: int, ranks: int, rank: int) -> range:
+    """Rows of dimension 0 that ``rank`` keeps, by the rule of torch.chunk, which fully_shard follows."""
+    each = -(-rows // ranks)
+    return range(min(rank * each, rows), min((rank + 1) * each, rows))
+
+
+def phases(run: Run, rank: int) -> list[list[Collective]]:
+    """A rank's collectives cut at its barriers."""
+    cut: list[list[Collective]] = [[]]
+    for collective in run.collectives:
+        if collective.rank == rank:
+            if collective.kind == "barrier":
+                cut.append([])
+            else:
+                cut[-1].append(collective)
+    return cut
+
+
+def differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape != other.shape or not torch.allclose(one, other, rtol=RTOL, atol=ATOL)

@@ -1,0 +1,191 @@
+"""Pictures of lessons 5 and 6: bytes a rank by method, which slice each rank holds, and what a step sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from course_lib.figures.style import COLOURS, HATCHES, new_figure, nice_bytes, picture
+
+if TYPE_CHECKING:
+    from IPython.display import Image
+    from matplotlib.axes import Axes
+
+MIB = 2**20
+CATEGORIES = {  # keys of `course_lib.memory.sharded.resident_bytes` and of run.memory -> the legend's words
+    "parameters": ("parameters", COLOURS[0], ""),
+    "gathered": ("gathered parameters", "#BBBBBB", ".."),
+    "gradients": ("gradients", COLOURS[1], "//"),
+    "optimizer_state": ("optimizer state", COLOURS[2], "\\\\"),
+    "master": ("fp32 master copies", COLOURS[4], "xx"),
+    "ddp_buckets": ("buckets", "#777777", "oo"),
+    "buckets": ("buckets", "#777777", "oo"),
+    "activations": ("activations", COLOURS[5], "++"),
+}
+KINDS = {
+    "all_reduce": (COLOURS[3], "//"),
+    "reduce_scatter": (COLOURS[1], "\\\\"),
+    "all_gather": (COLOURS[0], ""),
+    "broadcast": (COLOURS[5], ".."),
+    "reduce": (COLOURS[2], "xx"),
+}
+HELD = ("parameters", "gradients", "optimizer")
+RANK_COLOURS = (COLOURS[0], COLOURS[1], COLOURS[2], COLOURS[5], COLOURS[4], COLOURS[3], "#999999", "#444444")
+
+
+def bytes_by_stage(rows: Sequence[Mapping[str, Any]], *, title: str = "Bytes on one rank", note: str = "") -> Image:
+    """A bar a method, stacked by category as measured, and below it the same stack as predicted, in outline.
+
+    Args:
+        rows: each with "name", "measured" (category -> bytes, as in run.memory; see CATEGORIES, other keys are not
+            drawn), and "predicted" (category -> bytes, or one number for the sum), either of the two or both.
+        note: what the figures rest on, below the title ("2 ranks, tiny Llama, fp32").
+
+    Raises:
+        ValueError: no rows, a row with neither, or without a known category.
+    """
+    if not rows:
+        raise ValueError("There is nothing to draw: give at least one row.")
+    figure, (axis,) = new_figure(height=1.75 + 0.52 * len(rows))
+    axis.grid(axis="y", visible=False)
+    axis.grid(axis="x", color="#DDDDDD", linewidth=0.8)
+    told, shown, longest = [], {}, 0.0
+    for place, row in zip(range(len(rows))[::-1], rows, strict=True):
+        words = []
+        for which, height, offset in (("measured", 0.46, 0.12), ("predicted", 0.2, -0.25)):
+            parts = _parts(row.get(which))
+            if not parts:
+                continue
+            left = 0.0
+            for name, size in parts:
+                label, colour, hatch = CATEGORIES.get(name, ("", "white", ""))
+                look = {"facecolor": colour, "hatch": hatch, "edgecolor": "white"}
+                if which == "predicted":
+                    look = {"facecolor": "none", "edgecolor": "black", "linewidth": 1.2}
+                bars = axis.barh(place + offset, size / MIB, height, left=left, **look)
+                shown.setdefault("predicted" if which == "predicted" else label, bars)
+                left += size / MIB
+            longest = max(longest, left)
+            words.append(f"{which} {nice_bytes(left * MIB)}")
+            if which == "measured":
+                axis.annotate(
+                    nice_bytes(left * MIB), (left, place + offset), xytext=(4, 0), textcoords="offset points", va="center",
+                    fontsize=8,
+                )  # fmt: skip
+        if not words:
+            raise ValueError(f"The row {row.get('name')!r} has no bytes to draw: give measured or predicted.")
+        told.append(f"{row['name']}: {', '.join(words)}")
+    axis.set_yticks(range(len(rows)), [str(row["name"]) for row in reversed(rows)])
+    axis.set(xlabel="MiB on one rank", title=title, xlim=(0, 1.17 * longest))
+    if note:
+        axis.text(1, 1.01, note, transform=axis.transAxes, ha="right", va="bottom", fontsize=8)
+    words = sorted(shown, key="predicted".__eq__)  # the outline last
+    figure.legend([shown[word] for word in words], words, frameon=False, ncols=4, loc="outside lower center")
+    return picture(figure, f"{title}{f' ({note})' if note else ''}: {'; '.join(told)}.")
+
+
+def _parts(held: Mapping[str, int] | float | None) -> list[tuple[str, float]]:
+    """(category, bytes) of what is to be drawn; a number alone has no category."""
+    if held is None:
+        return []
+    if not isinstance(held, Mapping):
+        return [("", float(held))]
+    return [(name, held[name]) for name in CATEGORIES if held.get(name)]
+
+
+def who_holds_what(holding: Mapping[str, Sequence[Mapping[str, Any]]], *, title: str = "Who holds what") -> Image:
+    """A panel a method; in it a strip for each rank and kind, coloured where the rank holds that part of the model.
+
+    Args:
+        holding: method -> one entry a rank, as `course_lib.observe.holding.held_slices` gives them back: "elements" (of
+            the whole model) and for each of "parameters", "gradients", "optimizer" the (first, last + 1) of what lies
+            there, in elements, in the order of ``model.parameters()``.
+
+    Raises:
+        ValueError: nothing to draw.
+    """
+    if not holding or not all(holding.values()):
+        raise ValueError("There is nothing to draw: give at least one method, with an entry for each of its ranks.")
+    columns = min(len(holding), 3)
+    rows = -(-len(holding) // columns)
+    ranks = max(len(entries) for entries in holding.values())
+    figure, axes = new_figure(height=0.6 + rows * (0.75 + 0.62 * ranks), rows=rows, columns=columns)
+    told = []
+    for axis in axes[len(holding) :]:
+        axis.set_axis_off()
+    for i, (axis, (method, entries)) in enumerate(zip(axes, holding.items(), strict=False)):
+        shares = _strips(axis, entries, names=i % columns == 0)
+        axis.set_title(method)
+        if i + columns >= len(holding):
+            axis.set_xlabel("% of the model's elements")
+        told.append(f"{method}: " + ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items()))
+    figure.suptitle(title)
+    return picture(figure, f"{title}, share of the model on a rank: {'; '.join(told)}.")
+
+
+def _strips(axis: Axes, entries: Sequence[Mapping[str, Any]], *, names: bool) -> dict[str, float]:
+    """Draw one method; the share that rank 0 holds, by kind."""
+    axis.grid(False)
+    axis.spines["left"].set_visible(False)
+    labels, places, shares = [], [], {}
+    for rank, entry in enumerate(entries):
+        whole = entry["elements"]
+        for j, kind in enumerate(HELD):
+            place = -(rank * (len(HELD) + 0.8) + j)
+            slices = [(100 * first / whole, 100 * (end - first) / whole) for first, end in entry.get(kind, ())]
+            axis.barh(place, 100, 0.82, facecolor="white", edgecolor="#999999", linewidth=0.6)
+            axis.broken_barh(
+                slices, (place - 0.41, 0.82), facecolor=RANK_COLOURS[rank % len(RANK_COLOURS)],
+                hatch=HATCHES[rank % len(HATCHES)], edgecolor="white", linewidth=0.2 if len(slices) > 3 else 0.6,
+            )  # fmt: skip
+            labels.append(f"rank {rank}  {kind}" if j == 0 else kind)
+            places.append(place)
+            if rank == 0:
+                shares[kind] = sum(width for _, width in slices) / 100
+    axis.set_yticks(places, labels if names else [""] * len(labels), fontsize=8)
+    axis.tick_params(axis="y", length=0)
+    axis.set_xlim(0, 100)
+    return shares
+
+
+def traffic(rows: Sequence[Mapping[str, Any]], *, title: str = "Sent by one rank in a step", note: str = "") -> Image:
+    """A bar a method, stacked by kind of collective as counted, and a mark where the formula says.
+
+    Args:
+        rows: each with "name", "counted" (kind of collective -> bytes sent, or one number for the sum), and, where there
+            is one, "formula" (bytes).
+        note: what the figures rest on.
+
+    Raises:
+        ValueError: no rows.
+    """
+    if not rows:
+        raise ValueError("There is nothing to draw: give at least one row.")
+    figure, (axis,) = new_figure(height=1.7 + 0.42 * len(rows))
+    axis.grid(axis="y", visible=False)
+    axis.grid(axis="x", color="#DDDDDD", linewidth=0.8)
+    told, shown, longest = [], {}, 0.0
+    for place, row in zip(range(len(rows))[::-1], rows, strict=True):
+        counted = row["counted"]
+        parts = list(counted.items()) if isinstance(counted, Mapping) else [("all collectives", counted)]
+        left = 0.0
+        for kind, size in parts:
+            colour, hatch = KINDS.get(kind, ("#999999", "++"))
+            bars = axis.barh(place, size / MIB, 0.55, left=left, color=colour, hatch=hatch, edgecolor="white")
+            shown.setdefault(kind, bars)
+            left += size / MIB
+        words = f"{row['name']}: counted {nice_bytes(left * MIB)}"
+        if row.get("formula") is not None:
+            at = row["formula"] / MIB
+            (mark,) = axis.plot([at], [place], "D", markerfacecolor="white", markeredgecolor="black", markersize=8)
+            shown.setdefault("formula", mark)
+            words += f", formula {nice_bytes(row['formula'])}"
+            longest = max(longest, at)
+        longest = max(longest, left)
+        told.append(words)
+    axis.set_yticks(range(len(rows)), [str(row["name"]) for row in reversed(rows)])
+    axis.set(xlabel="MiB sent by one rank in one step", title=title, xlim=(0, 1.06 * longest or 1))
+    if note:
+        axis.text(1, 1.01, note, transform=axis.transAxes, ha="right", va="bottom", fontsize=8)
+    figure.legend(list(shown.values()), list(shown), frameon=False, ncols=4, loc="outside lower center")
+    return picture(figure, f"{title}{f' ({note})' if note else ''}: {'; '.join(told)}.")
