@@ -8,6 +8,7 @@ neither the model nor the training loop knows. (An autograd key would miss what 
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import struct
@@ -222,18 +223,32 @@ class Recorder:
 
 def _work_with_end(work: Any, ended: Callable[[], None]) -> Any:
     """``work``, and a call of ``ended`` when somebody has waited for it."""
+    return _noted_class()(work, ended)
+
+
+@functools.cache
+def _noted_class() -> type:
+    """Made once: a class is full of circles, and one made for each call would keep ``work`` and its tensors alive."""
     from torch.distributed.distributed_c10d import Work
 
     class Noted(Work):
+        def __init__(self, work: Any, ended: Callable[[], None]) -> None:
+            super().__init__()
+            self._work, self._ended = work, ended
+
         def wait(self, *timeout: Any) -> bool:
+            work, ended = self._work, self._ended
+            if work is None:  # waited for before
+                return True
             done = work.wait(*timeout)
+            self._work = self._ended = None  # gloo's work holds the whole input of a reduce_scatter
             ended()
             return done
 
         def is_completed(self) -> bool:
-            return work.is_completed()
+            return self._work is None or self._work.is_completed()
 
-    return Noted()
+    return Noted
 
 
 def _num_bytes(value: Any) -> int:
