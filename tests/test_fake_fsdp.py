@@ -37,7 +37,7 @@ def real_steps():
 
 @pytest.fixture(scope="module")
 def real():
-    return launch(real_steps, ranks=2, backend="gloo", quiet=True).results
+    return launch(real_steps, ranks=2, backend="gloo", quiet=True, timeout=240).results
 
 
 @pytest.mark.parametrize("name", CASES)

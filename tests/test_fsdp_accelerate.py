@@ -79,13 +79,13 @@ def both():
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory):
-    """Both launchers at the same time: most of what they do is importing, one core each."""
+    """Both at the same time: most of what they do is importing."""
     options = "--steps 3 --global-batch 8 --seq-len 32"
     file = tmp_path_factory.mktemp("configuration") / "fsdp2.yaml"
     file.write_text(json.dumps({**accelerate_fsdp.CONFIGURATION, "num_processes": 2}))
     program = "-m course_lib.training.accelerate_fsdp"
     started = {
-        "torchrun": Background(f"torchrun --nproc_per_node 2 -m course_lib.training.fsdp {options} --meta-init"),
+        "python": Background(f"python -m course_lib.training.fsdp {options} --meta-init"),
         "accelerate": Background(f"accelerate launch --config_file {file} {program} {options} --expect-ranks 2"),
     }
     yield started
@@ -159,9 +159,9 @@ def outcome_of(output):
     return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
 
 
-@pytest.mark.parametrize("name", ["torchrun", "accelerate"])
-def test_the_command_line_runs_the_same_training(name, commands, oracle):
+@pytest.mark.parametrize(("name", "ranks"), [("python", 1), ("accelerate", 2)])
+def test_the_command_line_runs_the_same_training(name, ranks, commands, oracle):
     told = outcome_of(commands[name].wait())
-    assert (told["wrapper"], told["rank"], told["world_size"]) == ("FSDPLlamaForCausalLM", 0, 2)
-    assert told["extra"]["local"] == 803_968 / 2
+    assert (told["wrapper"], told["rank"], told["world_size"]) == ("FSDPLlamaForCausalLM", 0, ranks)
+    assert told["extra"]["local"] == 803_968 / ranks
     assert off_by(told["losses"], oracle) < TOLERANCE

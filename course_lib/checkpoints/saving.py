@@ -95,17 +95,16 @@ def save_async(
     done: Future[Path] = Future()
 
     def finish() -> None:
+        result: Path | BaseException
         try:
             with draft.writing(group):
                 written.result()
-            path = draft.publish(head, keep, group)
+            result = draft.publish(head, keep, group)
         except BaseException as error:  # carried to whoever asks for the result
-            done.set_exception(error)
-        else:
-            done.set_result(path)
-        finally:
-            if group is not None:
-                dist.destroy_process_group(group)
+            result = error
+        if group is not None:
+            dist.destroy_process_group(group)  # before anybody goes on and takes the whole group down
+        done.set_exception(result) if isinstance(result, BaseException) else done.set_result(result)
 
     threading.Thread(target=finish, name=f"checkpoint of step {step}").start()
     return done

@@ -70,6 +70,10 @@ def vet(path: Path, names: list[str]) -> None:
 
     Only then DeepSpeed, which unpickles blindly, may see them; nobody else may write into the folder meanwhile.
     """
+    if not torch.cuda.is_available():
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # else its first import looks for GPUs of every make, and says so
     for name in names:
         if not (name.startswith(f"{FOLDER}/") and name.endswith(".pt")):
             continue
@@ -167,7 +171,6 @@ def weights(path: Path, told: Manifest) -> dict[str, torch.Tensor]:
     """The whole model's parameters in fp32 and its buffers, by name, from a checkpoint whose files have been vetted."""
     if told.zero_stage == 0:
         return dict(pickles.torch_file(path / FOLDER / "mp_rank_00_model_states.pt", pickles.DEEPSPEED_NAMES)["module"])
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):

@@ -113,7 +113,7 @@ def _why(asked: list[Machine], answers: list[Setting | None]) -> str:
     for size in (1, 2):
         for made in itertools.combinations(SENTENCES, size):
             if [best(machine, frozenset(made)) for machine in asked] == answers:
-                return ". " + "; and ".join(SENTENCES[name] for name in made)
+                return ": " + "; and ".join(SENTENCES[name] for name in made)
     return ""
 
 

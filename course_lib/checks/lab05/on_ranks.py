@@ -144,12 +144,14 @@ def gradient_slice(function: Callable[..., Any], skip_expert: bool) -> dict[str,
     got = function(list(model.parameters()))
     dist.barrier()
     held = settled_bytes(before + 4 * slots(size, ranks) + SLACK) - before
+    behind_views = bytes_behind_views(model.parameters(), 4 * size)
     mine = slice(rank * slots(size, ranks), (rank + 1) * slots(size, ranks))
     return {
         "got": got.detach().clone() if isinstance(got, torch.Tensor) else got,
         "expected": expected,
         "local": local[mine],
         "held": held,
+        "behind_views": behind_views,
         "kept": [name for name, p in model.named_parameters() if p.grad is not None],
         "size": size,
         "frozen": sum(p.numel() for p in model.frozen.parameters()),
