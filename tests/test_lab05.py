@@ -22,7 +22,7 @@ def test_right_answer_written_another_way_passes(name):
     verdict = getattr(lab, name)(planted.RIGHT[name])
     assert verdict.status == "passed", verdict.message
     assert verdict.message, "a passed check shows its evidence"
-    assert verdict.seconds < 10
+    assert verdict.seconds < 30  # under 10 s on two idle cores; a busy machine may need more
 
 
 @pytest.mark.parametrize(("name", "answer", "words"), planted.WRONG, ids=WRONG_IDS)
