@@ -78,6 +78,8 @@ def resident_bytes(
     stage = int(strategy[-1]) if strategy.startswith("zero") else -1
     if stage >= 0:  # DeepSpeed casts every weight to the run's precision
         tensors = [tensor._replace(element=0) for tensor in tensors]
+    elif precision.endswith("-mixed"):
+        tensors = [t if t.trainable or t.element else t._replace(element=2) for t in tensors]
     element = 4 if precision == "fp32" or (precision.endswith("-mixed") and stage < 0) else 2
     if strategy == "fsdp":
         found = _fsdp(tensors, shards, rank % shards, element)
