@@ -109,3 +109,10 @@ def test_every_more_costs_more():
     base = {"micro_batch": 2, "seq_len": 512}
     for more in ({"micro_batch": 3}, {"seq_len": 1024}, {"attention": "eager"}):
         assert estimate(SEVEN, **(base | more)).activations > estimate(SEVEN, **base).activations
+
+
+@pytest.mark.parametrize(("strategy", "offload"), [("zero3", "optimizer"), ("zero3", "all"), ("fsdp", "all")])
+def test_offloaded_gradients_are_no_part_of_the_device_s_step(strategy, offload):
+    told = estimate("llama-2-7b", strategy=strategy, offload=offload, ranks=4, checkpointing="full")
+    beside = told.moments["optimizer step"] - told.weights
+    assert told.gradients == told.optimizer == 0 and beside < 1.1e9, "a bucket of 5e8 elements is all that may be there"

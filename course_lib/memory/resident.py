@@ -89,6 +89,7 @@ def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: boo
         gathered = 0
     casts = 2 if run.numerics.autocast else 0
     unsharded = (run.stored if run.full else run.factors) * trainable
+    here = trainable if run.offload == "none" else 0  # a share of gradients goes on to the host as soon as it is summed
     return Resident(
         weights, gradients, states, trainable, buckets,
         block_copy=gathered if share else 0,
@@ -101,7 +102,7 @@ def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: boo
         # nothing before the first block is trained: the copies of A beside q, k and v serve no gradient of an input
         unused_casts=0 if run.full or not first else casts * 3 * run.rank * shape.hidden,
         step=_temporary(run, trained, trainable, ranks),
-        whole=unsharded, share=_share(run.gradient * trainable, ranks), fp32_share=_share(4 * trainable, ranks), bucketful=bucketful,
+        whole=unsharded, share=_share(run.gradient * here, ranks), fp32_share=_share(4 * here, ranks), bucketful=bucketful,
     )  # fmt: skip
 
 
