@@ -157,21 +157,30 @@ def test_the_keys_are_deepspeed_s():
 COMMANDS = {
     "torchrun": "torchrun --nproc_per_node 2 -m course_lib.training.zero --stage 1",
     "deepspeed": "deepspeed --num_gpus 2 --master_port {port} --module course_lib.training.zero --stage 2",
-    "accelerate": "accelerate launch --use_deepspeed --num_processes 2 --main_process_port {port} --zero_stage 3 "
+    "accelerate": "accelerate launch --config_file {configuration} --main_process_port {port} "
     "-m course_lib.training.accelerate_zero",
 }
 
 
+ACCELERATE = """
+distributed_type: DEEPSPEED
+num_processes: 2
+deepspeed_config: {zero_stage: 3, gradient_clipping: 0.0}
+"""
+
+
 @pytest.fixture(scope="module")
-def commands():
+def commands(tmp_path_factory):
     """All launchers at the same time: most of what they do is importing."""
     started = {}
+    configuration = tmp_path_factory.mktemp("accelerate") / "zero.yaml"
+    configuration.write_text(ACCELERATE)
     for name, command in COMMANDS.items():
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         options = " --steps 2 --global-batch 12 --seq-len 16 --expect-ranks 2"
-        started[name] = Background(command.format(port=port) + options)
+        started[name] = Background(command.format(port=port, configuration=configuration) + options)
     yield started
     for command in started.values():
         command.end()
