@@ -40,9 +40,12 @@ def in_a_rank() -> dict[str, object]:
     # what the process has freed and kept must not be a way round the limit. glibc keeps up to twice the largest block
     # that was ever freed, so a block of 30 MiB makes it keep these 50 times 1 MiB
     torch.ones(30 * MIB, dtype=torch.uint8)
-    [torch.ones(MIB, dtype=torch.uint8) for _ in range(50)]
+    low = [torch.ones(MIB, dtype=torch.uint8) for _ in range(50)]
+    above = [bytearray(100_000) for _ in range(20)]  # alive above them on the heap: they cannot be given back
+    del low
     with memory_limit(16 * MIB):
         seen["kept memory counts"] = refuses_in_pieces(40)
+    del above
     before = resource.getrlimit(resource.RLIMIT_DATA)
     held = torch.ones(64 * MIB, dtype=torch.uint8)
     with memory_limit(48 * MIB):

@@ -16,7 +16,7 @@ from course_lib.emulate.namespaces import CannotEmulate
 
 # glibc keeps freed blocks of up to 32 MiB for later, in pieces that the next tensor may not fit into. A threshold that is set
 # stays: from then on this process takes larger blocks from the kernel, one by one, and gives each back when it is freed.
-M_MMAP_THRESHOLD, LARGE = -3, 128 * 1024
+M_MMAP_THRESHOLD, LARGE, PLUG = -3, 128 * 1024, 256 * 1024
 COLLECT_OFTEN = (
     200,
     1,
@@ -65,6 +65,7 @@ def _of_process(num_bytes: float) -> Iterator[None]:
 
     thresholds = gc.get_threshold()
     _give_back_free_memory()  # else what the process has freed, and not returned, could be taken beyond the limit
+    plugs = _plug_kept_memory()
     before = resource.getrlimit(resource.RLIMIT_DATA)
     ceilings = [limit for limit in before if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min([data_bytes() + int(num_bytes), *ceilings]), before[1]))
@@ -76,6 +77,8 @@ def _of_process(num_bytes: float) -> Iterator[None]:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
         resource.setrlimit(resource.RLIMIT_DATA, before)
+        for plug in plugs:
+            _libc().free(plug)
 
 
 def data_bytes() -> int:
@@ -89,10 +92,31 @@ def _give_back_free_memory() -> None:
     import gc
 
     gc.collect()
-    libc = ctypes.CDLL(None)
+    libc = _libc()
     if hasattr(libc, "malloc_trim"):  # glibc; musl gives freed memory back by itself
         libc.mallopt(M_MMAP_THRESHOLD, LARGE)
         libc.malloc_trim(0)
+
+
+def _plug_kept_memory() -> list[int]:
+    """Pointers to blocks that fill what the allocator could not give back, because something alive lies above it."""
+    plugs: list[int] = []
+    while True:
+        before = data_bytes()
+        plug = _libc().malloc(PLUG)
+        if plug is None:
+            return plugs
+        if data_bytes() > before:  # this one is new memory
+            _libc().free(plug)
+            return plugs
+        plugs.append(plug)
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
+    return libc
 
 
 @contextmanager
