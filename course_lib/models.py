@@ -223,7 +223,7 @@ def _open(source: str | Path, dtype: torch.dtype, *, local_files_only: bool) -> 
 
     safely = {"trust_remote_code": False, "local_files_only": local_files_only}
     try:
-        with _no_progress_bars():
+        with no_progress_bars():
             config = AutoConfig.from_pretrained(source, **safely)  # first, because its errors are the clearest
             tokenizer = AutoTokenizer.from_pretrained(source, config=config, **safely)
             model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, **safely)
@@ -238,7 +238,7 @@ def _open(source: str | Path, dtype: torch.dtype, *, local_files_only: bool) -> 
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> Iterator[None]:
     """Keep transformers' bars out of notebooks, where each rank would draw its own."""
     from transformers.utils import logging
 

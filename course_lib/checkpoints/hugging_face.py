@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -16,6 +14,7 @@ from torch.distributed.checkpoint import CheckpointException
 from course_lib.checkpoints import folder, fsdp, wholeness, zero
 from course_lib.checkpoints.errors import CheckpointError, reason
 from course_lib.checkpoints.loading import vet
+from course_lib.models import no_progress_bars
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -38,20 +37,6 @@ def weights(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         if name in found and tuple(found[name].shape) != shape:
             raise CheckpointError(f"{path}: {name!r} has shape {list(found[name].shape)} instead of {list(shape)}.")
     return found
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """A progress bar for one file is noise in a notebook."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def to_hugging_face(
@@ -97,7 +82,7 @@ def to_hugging_face(
     try:
         part.mkdir(parents=True)
         model.config.dtype = next(model.parameters()).dtype
-        with _without_bars():
+        with no_progress_bars():
             model.save_pretrained(part)
         os.replace(part, target)  # an empty folder may stand in its place
     except (OSError, RuntimeError) as error:

@@ -7,7 +7,8 @@ from typing import Any
 
 from course_lib.checking import NotAttempted, NotYet, close
 from course_lib.checks.lab04 import on_ranks
-from course_lib.checks.lab04.common import differ, lab, phases
+from course_lib.checks.lab04.common import differ, lab
+from course_lib.checks.phases import phases
 from course_lib.launch import Run, launch
 
 

@@ -9,7 +9,6 @@ import torch
 
 from course_lib.checking import Lab, NotYet
 from course_lib.launch import RankFailed, Run, launch
-from course_lib.observe import Collective
 
 lab = Lab("05_deepspeed_zero", title="DeepSpeed ZeRO")
 
@@ -32,18 +31,6 @@ def run(program: Callable[..., Any], *args: Any, ranks: int) -> Run:
                 "parameter its place in it on every rank, also one that has no .grad there"
             ) from failed
         raise
-
-
-def phases(run: Run, rank: int) -> list[list[Collective]]:
-    """A rank's collectives cut at its barriers."""
-    cut: list[list[Collective]] = [[]]
-    for collective in run.collectives:
-        if collective.rank == rank:
-            if collective.kind == "barrier":
-                cut.append([])
-            else:
-                cut[-1].append(collective)
-    return cut
 
 
 def slots(elements: int, ranks: int) -> int:

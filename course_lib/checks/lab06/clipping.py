@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from course_lib.checking import NotYet, close
-from course_lib.checks.lab06.common import TIMEOUT, chunk_rows, lab, phases
+from course_lib.checks.lab06.common import TIMEOUT, chunk_rows, lab
+from course_lib.checks.phases import phases
 from course_lib.comparing import NotAttempted
 from course_lib.launch import Run, launch
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 
 from course_lib.checking import Lab
-from course_lib.launch import Run
-from course_lib.observe import Collective
 
 lab = Lab("06_fsdp", title="FSDP")
 
@@ -19,18 +17,6 @@ def chunk_rows(rows: int, ranks: int, rank: int) -> range:
     """Rows of dimension 0 that ``rank`` keeps, by the rule of torch.chunk, which fully_shard follows."""
     each = -(-rows // ranks)
     return range(min(rank * each, rows), min((rank + 1) * each, rows))
-
-
-def phases(run: Run, rank: int) -> list[list[Collective]]:
-    """A rank's collectives cut at its barriers."""
-    cut: list[list[Collective]] = [[]]
-    for collective in run.collectives:
-        if collective.rank == rank:
-            if collective.kind == "barrier":
-                cut.append([])
-            else:
-                cut[-1].append(collective)
-    return cut
 
 
 def differ(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -7,8 +7,9 @@ from typing import Any
 
 from course_lib.checking import NotYet, close, ratio_hint
 from course_lib.checks.lab06 import unit_on_ranks
-from course_lib.checks.lab06.common import ATOL, RTOL, TIMEOUT, differ, lab, phases
+from course_lib.checks.lab06.common import ATOL, RTOL, TIMEOUT, differ, lab
 from course_lib.checks.lab06.unit_on_ranks import FROZEN, gradient_bytes
+from course_lib.checks.phases import phases
 from course_lib.launch import Run, launch
 
 
