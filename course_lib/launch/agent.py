@@ -14,7 +14,10 @@ from typing import Any
 
 from course_lib.launch import rank as rank_program
 
+ALSO = "COURSE_LIB_PRELOAD"  # how `warm` tells the server, which is started by Python's own means
+
 _starting = threading.Lock()
+_imported: set[str] = set()  # what the server has beyond `preload.SLOW`
 _in_agent = threading.local()
 
 
@@ -23,17 +26,27 @@ def is_warm() -> bool:
     return multiprocessing.forkserver._forkserver._forkserver_pid is not None
 
 
-def warm() -> None:
-    """Start the forkserver, which then imports PyTorch and Transformers beside the notebook. Returns at once."""
+def warm(*also: str) -> None:
+    """Start the forkserver, which then imports PyTorch and Transformers beside the notebook. Returns at once.
+
+    Args:
+        also: further modules that every rank of this notebook will need. They are imported by the server too, so they
+            must not touch the GPUs. A server that runs without them is replaced.
+    """
     with _starting:
+        if is_warm() and not _imported.issuperset(also):
+            multiprocessing.forkserver._forkserver._stop()
         if not is_warm():
+            _imported.update(also)
             multiprocessing.set_forkserver_preload(["course_lib.launch.preload"])
+            os.environ[ALSO] = ",".join(sorted(_imported))
         multiprocessing.resource_tracker.ensure_running()  # it unblocks SIGINT, so it comes first
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:  # the server starts with Ctrl-C blocked, until it ignores it
             multiprocessing.forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.environ.pop(ALSO, None)
 
 
 class Agent(threading.Thread):
