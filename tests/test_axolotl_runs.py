@@ -144,7 +144,7 @@ def test_packing_fills_the_rows(trained, folder):
     assert len(run.losses) == SHORT
     rows = int(re.search(r"gather_len_batches: \[(\d+)", run.run.logs[0])[1])
     texts = len((folder / "runs/axolotl/instructions.jsonl").read_text().splitlines())
-    assert rows * 2 < texts / 3  # three to five texts a row
+    assert texts / 6 < rows < texts / 4  # four to five texts a row; 80 rows where a rank alone would have 395
 
 
 def test_preprocess_prepares_what_training_then_reads(folder):
