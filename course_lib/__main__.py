@@ -16,11 +16,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser(
         "memory", help="GPU memory of a training step; memory --help lists the settings", add_help=False
     )
+    commands.add_parser(
+        "axolotl", help="axolotl check run.yml --gpus 4x24GiB: what a YAML amounts to, and its mistakes", add_help=False
+    )
+    commands.add_parser(
+        "cluster",
+        help="cluster write: launch files for torchrun, Slurm, Kubernetes, Azure ML, SkyPilot",
+        add_help=False,
+    )
     arguments, rest = parser.parse_known_args(argv)
     if arguments.command == "memory":
         from course_lib import memory_command
 
         return memory_command.main(rest)
+    if arguments.command == "axolotl":
+        from course_lib import axolotl_command
+
+        return axolotl_command.main(rest)
+    if arguments.command == "cluster":
+        from course_lib.clusters import command
+
+        return command.main(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if arguments.command == "proof":
