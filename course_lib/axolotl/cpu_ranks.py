@@ -33,11 +33,12 @@ def let_cpu_ranks_train() -> None:
         return
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # else a rank's device would be cuda:LOCAL_RANK
     os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-
-    # DeepSpeed would compile a shared-memory all-reduce for a minute, which c10d does not see, so nobody could count it.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        import deepspeed
+
+        # DeepSpeed would compile a shared-memory all-reduce for a minute, which c10d does not see, so that nobody
+        # could count it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         PartialState._prepare_backend = _backend
     meshes = ParallelismConfig.build_device_mesh
     ParallelismConfig.build_device_mesh = lambda config, device_type: meshes(config, "cpu")
