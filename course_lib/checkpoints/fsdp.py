@@ -38,8 +38,19 @@ def state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, train
     options = StateDictOptions(ignore_frozen_params=trainable_only)
     found: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
     if optimizer is not None:
+        if not optimizer.state:
+            _begin(model, optimizer, options)
         found["optim"] = get_optimizer_state_dict(model, optimizer, options=options)
     return found
+
+
+def _begin(model: torch.nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions) -> None:
+    """Give an optimizer that has not stepped yet its state. DCP does so by a step without gradients and counts it: a run
+    saved before its first step would take Adam's first bias correction for the second."""
+    get_optimizer_state_dict(model, optimizer, options=options)
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].zero_()
 
 
 def write(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, trainable_only: bool) -> None:
