@@ -220,13 +220,12 @@ def test_overlays_merge_deep_replace_lists_and_take_away(tmp_path):
 def test_the_adapter_is_inert_where_there_is_cuda():
     """In a process of its own: a pretended GPU, and Accelerate and DeepSpeed must stay as they came."""
     program = """
-import torch
-torch.cuda.is_available = lambda: True
-from accelerate.state import PartialState
-before = PartialState._prepare_backend
-import os, json
+import json, os, torch
+import axolotl.integrations.base
 from accelerate import ParallelismConfig
-mesh = ParallelismConfig.build_device_mesh
+from accelerate.state import PartialState
+before, mesh = PartialState._prepare_backend, ParallelismConfig.build_device_mesh
+torch.cuda.is_available = lambda: True  # not earlier: a CPU build of PyTorch cannot be imported through with it
 import course_lib.axolotl.cpu_ranks as adapter
 adapter.let_cpu_ranks_train()
 same = PartialState._prepare_backend is before and ParallelismConfig.build_device_mesh is mesh
