@@ -62,7 +62,7 @@ class AxolotlRun:
         return self.run.seconds
 
 
-def train(config: Config, *, ranks: int = 2, timeout: float = 180.0) -> AxolotlRun:
+def train(config: Config, *, ranks: int = 2, timeout: float = 120.0) -> AxolotlRun:
     """Train by a YAML with Axolotl's own trainer on `ranks` real ranks; NCCL where there are GPUs enough, else gloo.
 
     It is what ``axolotl train CONFIG --launcher torchrun -- --nproc_per_node RANKS`` runs in each process; only the
@@ -102,7 +102,7 @@ def _train(config: str) -> None:
     do_cli(config)
 
 
-def preprocess(config: Config, *, timeout: float = 180.0) -> Path:
+def preprocess(config: Config, *, timeout: float = 120.0) -> Path:
     """``axolotl preprocess CONFIG``: tokenize (and pack) the data once, on one process; returns where it lies.
 
     Raises:
@@ -115,7 +115,7 @@ def preprocess(config: Config, *, timeout: float = 180.0) -> Path:
     return Path(where)
 
 
-def merge_lora(config: Config, *, timeout: float = 180.0) -> Path:
+def merge_lora(config: Config, *, timeout: float = 120.0) -> Path:
     """``axolotl merge-lora CONFIG``: the adapter of `output_dir` added to its base model; returns the merged folder.
 
     Raises:
@@ -128,7 +128,7 @@ def merge_lora(config: Config, *, timeout: float = 180.0) -> Path:
     return adapter / "merged"
 
 
-def inference(config: Config, prompt: str, *, base_model: str | os.PathLike[str], timeout: float = 180.0) -> str:
+def inference(config: Config, prompt: str, *, base_model: str | os.PathLike[str], timeout: float = 120.0) -> str:
     """``axolotl inference CONFIG``: what the model of the folder `base_model` answers; returns what Axolotl printed.
 
     Raises:
