@@ -37,6 +37,9 @@ def warm_axolotl() -> None:
     else:
         # compiling Axolotl's bin packing takes longer than packing the course's few hundred texts without
         os.environ["NUMBA_DISABLE_JIT"] = "1"
+        # pyarrow's allocator starts a thread on import; a server that is forked should have one thread, its own
+        os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says in each process that it found no GPU
         warm(*SLOW)
 
 
