@@ -35,6 +35,15 @@ def private_tmp():
         os.environ["TMPDIR"] = variable
 
 
+@pytest.fixture
+def one_thread():
+    """What the test computes, it computes on one thread: the tiny model gains nothing from two."""
+    from course_lib.threads import one_thread
+
+    with one_thread():
+        yield
+
+
 def launch_leftovers(folder: str) -> list[str]:
     """Descendants of this process, other than the warm server and the tracker, and folders that a launch made."""
     servers = {

@@ -44,12 +44,7 @@ DTYPES = {
 assert set(DTYPES) == {(m, p) for m in METHODS for p in PRECISIONS}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tiny model gains nothing from two
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def three_steps(method, precision, *, optimizer="adamw", measure=False, **how):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from planted import lab03 as planted
+from planted.contract import Contract
 
 from course_lib.checks.lab03 import common, cost, hangs, lab
 from course_lib.checks.lab03.wire import Wire
@@ -16,34 +17,8 @@ def warm_ranks():
     launch(float, ranks=1, quiet=True)
 
 
-WRONG_IDS = [f"{name}-{words[:30]}-{number}" for number, (name, _, words) in enumerate(planted.WRONG)]
-
-
-@pytest.mark.parametrize("name", planted.RIGHT)
-def test_right_answer_written_another_way_passes(name):
-    verdict = getattr(lab, name)(planted.RIGHT[name])
-    assert verdict.status == "passed", verdict.message
-    assert verdict.message, "a passed check shows its evidence"
-    assert verdict.seconds < 10
-
-
-@pytest.mark.parametrize(("name", "answer", "words"), planted.WRONG, ids=WRONG_IDS)
-def test_wrong_answer_gets_its_word(name, answer, words):
-    verdict = getattr(lab, name)(answer)
-    assert verdict.status == "not yet", verdict
-    assert words in verdict.message
-    assert verdict.seconds < 10
-
-
-@pytest.mark.parametrize("name", planted.RIGHT)
-def test_stub_counts_as_not_attempted(name):
-    assert getattr(lab, name)(planted.stub).status == "not attempted"
-
-
-def test_every_exercise_has_a_right_answer_and_five_wrong_ones():
-    assert set(planted.RIGHT) == set(lab.exercises)
-    for name in lab.exercises:
-        assert sum(wrong[0] == name for wrong in planted.WRONG) >= 5, name
+class TestChecks(Contract):
+    lab, planted, seconds = lab, planted, 10.0
 
 
 def _seen_on_the_wire():

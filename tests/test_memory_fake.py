@@ -35,12 +35,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TINY = PRESETS["tiny"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def mem_tracker_peak(model, optimizer, batch) -> int:

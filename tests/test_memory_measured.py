@@ -63,12 +63,7 @@ def hold(name, batch, seq_len, micro_batches=1, **run):
     gc.collect()
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 METHODS, PRECISIONS = ("full", "lora", "qlora"), ("fp32", "bf16-mixed", "fp16-mixed", "bf16")

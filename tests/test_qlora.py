@@ -16,12 +16,7 @@ from course_lib.training.qlora import Batch
 TINY = dict(model="tiny", seq_len=160, steps=3, micro_batch=2, held_out=2, lr=2e-3, precision="fp32")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def logits(model) -> torch.Tensor:

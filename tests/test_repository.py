@@ -22,7 +22,7 @@ MODULE_LINES = 300
 
 # The rooms of course_lib and their floors: a room imports from its own floor and from those below, never in a circle.
 FLOORS = {
-    "low": "launch observe memory links planner models data ledger progress shell smollm2_copy emulate checked "
+    "low": "launch observe memory links planner models data ledger progress shell smollm2_copy emulate checked threads "
     "axolotl_check clusters spikes tracking watchdog",
     "middle": "training checkpoints collectives checking comparing figures notebook calculator stepper measuring axolotl "
     "resume_check",

@@ -24,10 +24,11 @@ from course_lib.launch import process_group
 from course_lib.models import tiny_llama
 from course_lib.observe import observe, sent_bytes
 from course_lib.spikes import SpikeDetector
+from course_lib.threads import one_thread
 from course_lib.training.command_line import run
 from course_lib.training.outcome import Outcome
 from course_lib.training.resumable_faults import SPOILED_LOSS, die, forget_after_load, parts_to_load, spoiled
-from course_lib.training.resumable_input import PATIENCE, check, check_same, give_up_after, one_thread
+from course_lib.training.resumable_input import PATIENCE, check, check_same, give_up_after
 from course_lib.training.resumable_journal import Journal, read, steps_that_count
 from course_lib.training.resumable_reports import Reports
 from course_lib.training.resumable_restart import meeting_place

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-
-import torch
 
 from course_lib.spikes import Verdict
 from course_lib.training.resumable_faults import FORGET
@@ -57,14 +53,3 @@ def give_up_after(patience: int, in_a_row: int, verdict: Verdict) -> None:
             f"{in_a_row} spikes without progress between them, the last at {verdict.reason} It is not one batch: lower "
             "the learning rate, or go on from an earlier checkpoint."
         )
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """A sum over 40,000 numbers already rounds differently with 2 threads than with 1 (measured: ``Tensor.sum``)."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

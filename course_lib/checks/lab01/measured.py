@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from course_lib.models import tiny_llama
 from course_lib.observe import MemoryProbe
 from course_lib.observe.saved import SavedForBackward
+from course_lib.threads import one_thread
 
 Widths = tuple[int, int, int, int, int]  # hidden, heads, kv_heads, head_dim, intermediate
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Some kernels of the CPU take scratch memory for each thread; with one the figures are the same on every machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def block_activations(rows: int, length: int, widths: Widths, attention: str) -> int:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from course_lib.checking import Lab, NotAttempted, NotYet
 from course_lib.launch.failures import is_learners
+from course_lib.threads import one_thread
 
 lab = Lab("02_single_gpu", title="Stretching one GPU")
 
@@ -27,23 +28,17 @@ NUMBER_BYTES = 4  # a Python number among the stored tensors counts as one of fp
 
 
 def guarded(check: Callable[..., str]) -> Callable[..., str]:
-    """Run a check on one thread, and answer with a verdict where the learner's function takes other arguments.
-
-    The checks' tensors are small: on a busy machine threads that wait for each other make them a hundred times slower.
-    """
+    """Run a check on one thread, and answer with a verdict where the learner's function takes other arguments."""
 
     @functools.wraps(check)
     def run(*args: Any, **kwargs: Any) -> str:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         try:
-            return check(*args, **kwargs)
+            with one_thread():
+                return check(*args, **kwargs)
         except TypeError as error:
             if _WRONG_CALL.search(str(error)) and not _in_learners_code(error):
                 raise NotYet(f"keep the arguments that the stub has: {error}") from error
             raise
-        finally:
-            torch.set_num_threads(threads)
 
     return run
 

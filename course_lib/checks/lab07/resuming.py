@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from course_lib.checking import NotYet, returned
 from course_lib.checks.lab07.common import lab
+from course_lib.threads import one_thread
 
 STATES = ("model", "optimizer", "scheduler", "random state", "data position")
 NOTHING = "nothing"
@@ -39,11 +40,7 @@ def not_restored(find: Callable[..., Any]) -> str:
 @functools.cache
 def runs() -> dict[tuple[str, int, int], tuple[tuple[Record, ...], tuple[Record, ...]]]:
     """(what is missing, seed, ranks after the resume) -> (the uninterrupted run, the resumed one from its first step on)."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         told = {}
         for seed, at in zip(SEEDS, SAVED_AT, strict=True):
             whole, saved = _train(seed, save_at=at)
@@ -55,8 +52,6 @@ def runs() -> dict[tuple[str, int, int], tuple[tuple[Record, ...], tuple[Record,
                 told.items(), key=lambda item: (item[0][2], STATES.index(item[0][0]) if item[0][0] in STATES else -1)
             )
         )
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _train(
