@@ -22,7 +22,9 @@ SLOW = ("axolotl.cli.train", "axolotl.cli.config", "axolotl.common.datasets", "a
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
 # Axolotl reports each start to its makers unless told otherwise, and asks the hub about models that lie here.
-QUIET = {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+# Its log is kept in full, in the logs of the run.
+QUIET = {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+         "AXOLOTL_LOG_LEVEL": "INFO"}  # fmt: skip
 
 
 def warm_axolotl() -> None:

@@ -7,7 +7,6 @@ import difflib
 import functools
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -22,11 +21,6 @@ from course_lib.checks.lab07.common import AXOLOTL_TIMEOUT
 from course_lib.comparing import NotAttempted
 from course_lib.data import english
 from course_lib.launch import RankFailed
-
-# What the warm server imports would tell the page about itself, line by line.
-os.environ.setdefault("AXOLOTL_LOG_LEVEL", "WARNING")
-if not os.path.exists("/proc/driver/nvidia"):
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 # What stands in the YAML already: where things are, and what has to do with the machine.
 GIVEN: dict[str, Any] = {
