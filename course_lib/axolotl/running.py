@@ -21,10 +21,13 @@ SLOW = ("axolotl.cli.train", "axolotl.cli.config", "axolotl.common.datasets", "a
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
-# Axolotl reports each start to its makers unless told otherwise, and asks the hub about models that lie here.
-# Its log is kept in full, in the logs of the run.
-QUIET = {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-         "AXOLOTL_LOG_LEVEL": "INFO"}  # fmt: skip
+# Axolotl reports each start to its makers unless told otherwise. Its log is kept in full, in the logs of the run.
+QUIET = {
+    "AXOLOTL_DO_NOT_TRACK": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "AXOLOTL_LOG_LEVEL": "INFO",
+}
 
 
 def warm_axolotl() -> None:
@@ -98,12 +101,19 @@ def train(config: Config, *, ranks: int = 2, timeout: float = 120.0) -> AxolotlR
     return AxolotlRun(witness[0]["losses"], witness, run, output_dir)
 
 
+def _prepare(config: str) -> None:
+    """In a rank, before Axolotl is called."""
+    os.environ.update(QUIET)
+    if os.path.isdir(merged(config).get("base_model") or ""):
+        os.environ["HF_HUB_OFFLINE"] = "1"  # nothing to ask the hub about a model that lies here
+    sys.argv[1:] = []  # axolotl parses what stands behind its command, and a rank has been given the launcher's words
+
+
 def _train(config: str) -> None:
     """What each rank runs: `axolotl.cli.train` of one YAML."""
-    os.environ.update(QUIET)
+    _prepare(config)
     from axolotl.cli.train import do_cli
 
-    sys.argv[1:] = []  # axolotl parses what stands behind its command, and a rank has been given the launcher's words
     do_cli(config)
 
 
@@ -155,13 +165,12 @@ def _in_one_process(module: str, config: Config, timeout: float, said: str = "",
 
 def _command(module: str, config: str, said: str, words: dict[str, str]) -> None:
     """What the one process runs: `do_cli` of one of Axolotl's commands, `said` in the place of the keyboard."""
-    os.environ.update(QUIET)
+    _prepare(config)
     import importlib
     import importlib.util
     import types
 
     if importlib.util.find_spec("gradio") is None:  # imported by all of inference, and used by its web page alone
         sys.modules["gradio"] = types.ModuleType("gradio")
-    sys.argv[1:] = []
     sys.stdin = io.StringIO(said)
     importlib.import_module(module).do_cli(config, **words)
