@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import time
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -71,17 +72,19 @@ def test_wandb_stayed_offline_and_left_no_process(logged):
     assert not [name for name in names if "wandb" in name]
 
 
-@pytest.fixture
+@contextmanager
 def small_disk():
-    """No file of this process may grow beyond 50 kB: to whoever writes one, the disk is full."""
+    """No file of this process may grow beyond 50 kB: to whoever writes one, the disk is full. Also to pytest's own log."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_is_one_sentence_and_training_goes_on(tmp_path, capsys, small_disk):
-    with Tracker(tmp_path, rank=1) as tracker:
+def test_a_full_disk_is_one_sentence_and_training_goes_on(tmp_path, capsys):
+    with small_disk(), Tracker(tmp_path, rank=1) as tracker:
         for step in range(5000):
             tracker.log(step, loss=1.0)
     said = capsys.readouterr().err

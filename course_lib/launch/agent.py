@@ -35,6 +35,8 @@ def warm(*also: str) -> None:
     """
     with _starting:
         if is_warm() and not _imported.issuperset(also):
+            # it ends by itself only when the last process is gone that holds its pipe: nobody shall wait for that
+            os.kill(multiprocessing.forkserver._forkserver._forkserver_pid, signal.SIGKILL)
             multiprocessing.forkserver._forkserver._stop()
         if not is_warm():
             _imported.update(also)
