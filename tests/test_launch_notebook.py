@@ -199,6 +199,22 @@ def test_an_interrupt_during_the_first_start_spares_the_server(notebook):
     assert cell.text.count(r"(b'(0, 0)\n', b'')") == 2, cell.text + cell.traceback
 
 
+def test_the_server_imports_what_else_the_ranks_will_need_and_says_nothing(notebook):
+    cell = notebook.run("""
+        import sys
+        from course_lib.launch import launch, warm
+
+        def there():
+            return "this" in sys.modules  # the module of Python's that prints a poem when it is imported
+
+        print(launch(there, ranks=1, quiet=True).results)
+        warm("this")  # the server that runs already is replaced
+        print(launch(there, ranks=1, quiet=True).results)
+    """)
+    assert not cell.error, cell.traceback
+    assert cell.text == "[False]\n[True]\n"
+
+
 def test_a_restart_in_the_middle_of_a_run(notebook):
     def restart():
         before.extend(notebook.processes())
@@ -229,19 +245,3 @@ def test_a_kernel_killed_in_the_middle_of_a_run(notebook):
     assert "rank is up" in cell.text and len(children) >= 2 + 3 + 1, children
     assert within(3, lambda: not any(p.is_running() and p.status() != "zombie" for p in children)), children
     assert within(1, lambda: not notebook.folders())
-
-
-def test_the_server_imports_what_else_the_ranks_will_need_and_says_nothing(notebook):
-    cell = notebook.run("""
-        import sys
-        from course_lib.launch import launch, warm
-
-        def there():
-            return "this" in sys.modules  # the module of Python's that prints a poem when it is imported
-
-        print(launch(there, ranks=1, quiet=True).results)
-        warm("this")  # the server that runs already is replaced
-        print(launch(there, ranks=1, quiet=True).results)
-    """)
-    assert not cell.error, cell.traceback
-    assert cell.text == "[False]\n[True]\n"
