@@ -129,12 +129,13 @@ def test_the_stack_tells_who_does_not_wait_where_the_beats_cannot(tmp_path):
     (package / "stub.py").write_text("import time\ndef wait():\n    time.sleep(60)\n")
     (package / "elastic" / "outer.py").write_text("def call(function):\n    function()\n")
     (tmp_path / "mine.py").write_text("import time\ndef stuck():\n    time.sleep(60)  # here\n")
-    path = (
-        f"sys.path[:0] = {[str(package), str(package / 'elastic'), str(tmp_path)]!r}; heartbeat.beat(10, 'backward');"
+    ready = (
+        f"sys.path[:0] = {[str(package), str(package / 'elastic'), str(tmp_path)]!r}; import stub, outer, mine; "
+        "heartbeat.beat(10, 'backward');"  # after the imports: on a busy machine one takes longer than a heartbeat
     )
     ranks = [
-        child(tmp_path / "b", 0, f"{path} import stub; stub.wait()"),
-        child(tmp_path / "b", 1, f"{path} import outer, mine; outer.call(mine.stuck)"),
+        child(tmp_path / "b", 0, f"{ready} stub.wait()"),
+        child(tmp_path / "b", 1, f"{ready} outer.call(mine.stuck)"),
     ]
     try:
         with Watchdog(tmp_path / "b", ranks=2, tell=lambda _: None) as watchdog:
