@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from course_lib import checkpoints
 from course_lib.launch import RankFailed, launch
+from course_lib.launch.meeting import meeting_place
 from course_lib.shell import Background
 from course_lib.training import resumable
 from course_lib.training.resumable_journal import read
-from course_lib.training.resumable_restart import meeting_place
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+from course_lib.launch.meeting import meeting_place
+
 # On GPUs a tensor that a notebook cell left on the CPU still finds its way.
 BOTH = "cpu:gloo,cuda:nccl"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -42,7 +44,7 @@ def choose_backend(ranks_here: int, backend: str | None = None) -> str:
 
 
 @contextmanager
-def process_group(backend: str | None = None, *, init_method: str = "env://", timeout: float = 600.0) -> Iterator[str]:
+def process_group(backend: str | None = None, *, init_method: str = "", timeout: float = 600.0) -> Iterator[str]:
     """Bring the default process group up, give this rank its device, and take the group down again. Nothing else.
 
     Under ``torchrun`` the environment says which rank this is; without one (a plain ``python script.py``) the rank
@@ -50,7 +52,8 @@ def process_group(backend: str | None = None, *, init_method: str = "env://", ti
 
     Args:
         backend: ``"nccl"``, ``"gloo"`` or ``None`` to take NCCL where each local rank has a GPU.
-        init_method: where the ranks meet, as ``torch.distributed.init_process_group`` takes it.
+        init_method: where the ranks meet, as ``torch.distributed.init_process_group`` takes it; "" for where the
+            environment says, and for a place of their own after torchrun has restarted them (see ``meeting``).
         timeout: seconds after which a collective that some rank never joins becomes an error.
 
     Yields:
@@ -71,7 +74,7 @@ def process_group(backend: str | None = None, *, init_method: str = "env://", ti
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     dist.init_process_group(
         BOTH if chosen == "nccl" else chosen,
-        init_method=None if alone else init_method,
+        init_method=None if alone else init_method or meeting_place(),
         store=store,
         rank=rank,
         world_size=world_size,

@@ -20,7 +20,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from course_lib.checkpoints import CheckpointError, latest, load, save
 from course_lib.checkpoints.together import share
 from course_lib.data import sample_batch
-from course_lib.launch import process_group
 from course_lib.models import tiny_llama
 from course_lib.observe import observe, sent_bytes
 from course_lib.spikes import SpikeDetector
@@ -31,7 +30,6 @@ from course_lib.training.resumable_faults import SPOILED_LOSS, die, forget_after
 from course_lib.training.resumable_input import PATIENCE, check, check_same, give_up_after
 from course_lib.training.resumable_journal import Journal, read, steps_that_count
 from course_lib.training.resumable_reports import Reports
-from course_lib.training.resumable_restart import meeting_place
 from course_lib.training.resumable_state import (
     Progress,
     configuration,
@@ -242,5 +240,4 @@ def _pace(seen: Any) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    with process_group(init_method=meeting_place()):
-        run(train, own_group=False)
+    run(train)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-from torch.distributed.rendezvous import register_rendezvous_handler
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 SCHEME = "restarted"
 
@@ -27,6 +27,8 @@ def meeting_place() -> str:
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1" or "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         return "env://"
     if SCHEME not in _registered:
+        from torch.distributed.rendezvous import register_rendezvous_handler
+
         register_rendezvous_handler(SCHEME, _meet)
         _registered.add(SCHEME)
     return f"{SCHEME}://"
@@ -36,6 +38,8 @@ _registered: set[str] = set()
 
 
 def _meet(url: str, timeout: timedelta = timedelta(minutes=10), **more: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    import torch.distributed as dist
+
     life = os.environ["TORCHELASTIC_RESTART_COUNT"]
     for store, rank, world_size in dist.rendezvous("env://", timeout=timeout, **more):
         yield dist.PrefixStore(f"life {life}", store), rank, world_size
