@@ -3,10 +3,14 @@
 Slow to import and used by nearly every lesson: PyTorch and Transformers. The order is that of need.
 """
 
+import contextlib
 import gc
 import importlib
 import os
 import signal
+from collections.abc import Iterable, Iterator
+
+from course_lib.launch.agent import ALSO
 
 SLOW = (
     "torch",
@@ -27,24 +31,36 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 _notebook = os.getppid()
-_also = [_name for _name in os.environ.pop("COURSE_LIB_PRELOAD", "").split(",") if _name]
-gc.disable()  # an import creates many objects and frees few: looking for garbage meanwhile costs a fifth of the time
-for _name in (*SLOW, *_also):
-    if _name in _also[:1]:  # what others say while they are imported is no news for the notebook, whose cell this is
-        _shown = [(os.dup(_number), _number) for _number in (1, 2)]
-        _nowhere = os.open(os.devnull, os.O_WRONLY)
-        for _number in (1, 2):
-            os.dup2(_nowhere, _number)
+
+
+def _import(names: Iterable[str]) -> None:
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception:  # a package that is missing or broken is reported by the rank that needs it
+            continue
+        if os.getppid() != _notebook:  # the notebook was killed meanwhile: nobody waits for this any more
+            os._exit(0)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """What others say while they are imported is no news for the notebook, whose cell this is."""
+    shown, nowhere = [(os.dup(number), number) for number in (1, 2)], os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(nowhere, number)
     try:
-        importlib.import_module(_name)
-    except Exception:  # a package that is missing or broken is reported by the rank that needs it
-        continue
-    if os.getppid() != _notebook:  # the notebook was killed meanwhile: nobody waits for this any more
-        os._exit(0)
-if _also:
-    for _kept, _number in _shown:
-        os.dup2(_kept, _number)
-        os.close(_kept)
-    os.close(_nowhere)
+        yield
+    finally:
+        for kept, number in shown:
+            os.dup2(kept, number)
+            os.close(kept)
+        os.close(nowhere)
+
+
+gc.disable()  # an import creates many objects and frees few: looking for garbage meanwhile costs a fifth of the time
+_import(SLOW)
+with _silence():
+    _import(filter(None, os.environ.pop(ALSO, "").split(",")))
 gc.freeze()  # what a fork never collects it never writes to, and so keeps sharing
 gc.enable()
