@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from course_lib.axolotl_check.yaml_lines import loaded, text_of
+
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The mapping that a YAML file holds; an empty file is an empty mapping.
@@ -16,21 +18,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ValueError: the file is missing, does not parse (line and column are named), or holds no mapping.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
-    try:
-        values = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ValueError(f"{path} is no YAML: {where}{error.problem}.") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds a {type(values).__name__}, and a configuration is lines of `key: value`.")
-    return values
+    _, values = loaded(text_of(Path(path)), path)
+    return values or {}
 
 
 def laid_over(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:

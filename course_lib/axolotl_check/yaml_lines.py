@@ -48,34 +48,27 @@ def read_yaml(path: str | os.PathLike[str]) -> Document:
         ValueError: it cannot be read or does not parse (line and column), it is empty, or it holds no mapping.
     """
     place = Path(path)
+    return parse(text_of(place), place)
+
+
+def text_of(place: Path) -> str:
+    """A YAML file's text. Raises ValueError, in one sentence, where it cannot be read."""
     if place.is_dir():
         raise ValueError(f"{place} is a folder: give the YAML file itself.")
     try:
-        text = place.read_text(encoding="utf-8-sig")
+        return place.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ValueError(f"{place} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise ValueError(f"{place} is no text file: a YAML is UTF-8.") from None
-    return parse(text, place)
 
 
 def parse(text: str, path: Path | None = None) -> Document:
     """As `read_yaml`, of text."""
     name = path or "The YAML"
-    try:
-        loader = yaml.SafeLoader(text)
-        root = loader.get_single_node()
-        values = loader.construct_document(root) if root is not None else None
-    except yaml.MarkedYAMLError as error:
-        raise ValueError(f"{name} is no YAML: {_where(error)}.") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"{name} is no YAML: {_special(error, text)}.") from None
-    except (RecursionError, ValueError, OverflowError, KeyError) as error:  # a date of month 13, 1,000 brackets
-        raise ValueError(f"{name} cannot be read as YAML: {str(error) or type(error).__name__}.") from None
+    root, values = loaded(text, name)
     if values is None:
         raise ValueError(f"{name} is empty: an Axolotl run needs base_model, datasets and learning_rate at least.")
-    if not isinstance(values, dict):
-        raise ValueError(f"{name} holds a {type(values).__name__}, and a configuration is lines of `key: value`.")
     lines: dict[KeyPath, int] = {}
     duplicates: list[tuple[KeyPath, int]] = []
     plain: set[KeyPath] = set()
@@ -87,6 +80,27 @@ def parse(text: str, path: Path | None = None) -> Document:
             if EXPONENT.fullmatch(value.value):
                 plain.add(key)
     return Document(values, lines, tuple(duplicates), frozenset(plain), path)
+
+
+def loaded(text: str, name: Any) -> tuple[yaml.Node | None, dict[str, Any] | None]:
+    """A YAML text's node and its mapping, None where it is empty; `name` says in an error which one it was.
+
+    Raises:
+        ValueError: it does not parse (line and column), or it holds no mapping.
+    """
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        values = loader.construct_document(root) if root is not None else None
+    except yaml.MarkedYAMLError as error:
+        raise ValueError(f"{name} is no YAML: {_where(error)}.") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is no YAML: {_special(error, text)}.") from None
+    except (RecursionError, ValueError, OverflowError, KeyError) as error:  # a date of month 13, 1,000 brackets
+        raise ValueError(f"{name} cannot be read as YAML: {str(error) or type(error).__name__}.") from None
+    if values is not None and not isinstance(values, dict):
+        raise ValueError(f"{name} holds a {type(values).__name__}, and a configuration is lines of `key: value`.")
+    return root, values
 
 
 def _walk(node: yaml.Node, path: KeyPath, above: frozenset[int]) -> Iterator[tuple[KeyPath, yaml.Node, yaml.Node]]:
