@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 
 import cloudpickle
 import psutil
@@ -150,6 +151,26 @@ def test_ten_thousand_lines_in_good_time(capsys):
     assert sum("the same" in line for line in shown) >= 2_000
     assert run.logs[0] == run.logs[1] and run.logs[0].count("\n") == 12_000
     assert run.seconds < 5
+
+
+def test_a_rank_that_comes_late_keeps_its_own_order(tmp_path, monkeypatch):
+    """Some of the lines that it could join are shown already, the others still wait: it may not join those out of turn."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("course_lib.launch.output.time", clock)
+    logs = [tmp_path / str(rank) / "stdout.log" for rank in (0, 1)]
+    for log in logs:
+        log.parent.mkdir()
+        log.touch()
+    shown: list[str] = []
+    stream = Stream(str(tmp_path), 2, shown.append)
+    for clock.now, line in [(0.0, "a\n"), (0.1, "b\nc\n"), (0.2, "")]:  # then rank 1's "a" has waited long enough
+        with open(logs[1], "a") as file:
+            file.write(line)
+        stream.pump()
+    assert shown == ["[rank 1] a"]
+    logs[0].write_text("a\nb\nc\n")
+    stream.pump(final=True)
+    assert shown[1:] == ["[rank 0] a\n[ranks 0, 1] b\n[ranks 0, 1] c"]
 
 
 def test_a_rank_keeps_its_own_order_while_lines_wait_for_company(tmp_path):

@@ -6,9 +6,10 @@ import os
 import re
 import sys
 import time
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 FOLD_SECONDS = 0.15  # how long a line waits for the same line from another rank
 # gloo announces every connection, the memory profiler every older block; true, and of no use to anybody
@@ -33,8 +34,10 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 @dataclass
 class _Line:
     text: str
-    since: float
     ranks: list[int]  # who said it so far
+    number: int = 0  # its place in the queue
+    since: float = 0.0
+    before: list[_Line] = field(default_factory=list)  # what some of its ranks said between the line above and this one
 
 
 class Stream:
@@ -52,7 +55,8 @@ class Stream:
         self._offsets: Counter[tuple[int, str]] = Counter()
         self._queue: deque[_Line] = deque()
         self._open: dict[str, deque[_Line]] = {}  # by text, the lines of the queue that may still find company
-        self._said: Counter[tuple[int, str]] = Counter()  # how many of these lines a rank has said already
+        self._taken = 0  # lines so far
+        self._place = [0] * ranks  # of the line of the queue that a rank said last
         self._logs: list[list[str]] = [[] for _ in range(ranks)]
 
     @property
@@ -65,14 +69,13 @@ class Stream:
         if len(self._paths) < 2 * self._ranks:
             self._find()
         for (rank, name), path in sorted(self._paths.items()):
-            for line in self._new_lines(rank, name, path, final):
-                self._take(rank, line)
+            self._take(rank, self._new_lines(rank, name, path, final))
         ready, now = [], time.monotonic()
         # strictly in order: a line that waits for company holds back the younger ones, or a rank's output would mix
         while self._queue and (
             final or len(self._queue[0].ranks) == self._ranks or now - self._queue[0].since > FOLD_SECONDS
         ):
-            ready.append(self._close(self._queue.popleft()))
+            ready += self._close(self._queue.popleft())
         if ready and self._echo is not None:
             self._echo("\n".join(ready))
 
@@ -92,34 +95,51 @@ class Stream:
         self._offsets[rank, name] += len(raw)
         return re.findall(r"[^\n]*\n|[^\n]+", raw.decode(errors="replace"))
 
-    def _take(self, rank: int, line: str) -> None:
-        end = "\n" if line.endswith("\n") else ""
-        # a progress bar rewrites its line with carriage returns; its last state is the line
-        text = line.rstrip("\r\n").rsplit("\r", 1)[-1]
-        if _NOISE.match(text):
-            return
-        self._logs[rank].append(text + end)
-        if not text.strip():
-            return
-        same = self._open.setdefault(text, deque())
-        nth = self._said[rank, text]
-        self._said[rank, text] += 1
-        if nth < len(same):  # somebody said it as often before: this rank joins in
-            same[nth].ranks.append(rank)
-            return
-        same.append(_Line(text, time.monotonic(), [rank]))
-        self._queue.append(same[-1])
+    def _take(self, rank: int, lines: list[str]) -> None:
+        alone: list[str] = []  # since the last line that this rank shares with another
+        for line in lines:
+            end = "\n" if line.endswith("\n") else ""
+            # a progress bar rewrites its line with carriage returns; its last state is the line
+            text = line.rstrip("\r\n").rsplit("\r", 1)[-1]
+            if _NOISE.match(text):
+                continue
+            self._logs[rank].append(text + end)
+            if not text.strip():
+                continue
+            # a rank joins a line only below its own last one, or its output would be shown out of order
+            same = self._open.get(text, ())
+            nth = bisect_right(same, self._place[rank], key=lambda line: line.number)
+            if nth < len(same):
+                _put_before(same[nth], rank, alone)
+                alone = []
+                same[nth].ranks.append(rank)
+                self._place[rank] = same[nth].number
+            else:
+                alone.append(text)
+        for text in alone:
+            self._taken += 1
+            line = _Line(text, [rank], self._taken, time.monotonic())
+            self._open.setdefault(text, deque()).append(line)
+            self._queue.append(line)
+            self._place[rank] = line.number
 
-    def _close(self, line: _Line) -> str:
+    def _close(self, line: _Line) -> list[str]:
         same = self._open[line.text]
         same.popleft()  # equal lines leave in the order in which they came
         if not same:
             del self._open[line.text]
-        for rank in line.ranks:
-            self._said[rank, line.text] -= 1
-            if not self._said[rank, line.text]:
-                del self._said[rank, line.text]
-        return f"[{ranks_in_words(line.ranks)}] {line.text}"
+        return [f"[{ranks_in_words(shown.ranks)}] {shown.text}" for shown in (*line.before, line)]
+
+
+def _put_before(line: _Line, rank: int, texts: list[str]) -> None:
+    """Between `line` and the one above it, folded with what other ranks said there."""
+    start = 0
+    for text in texts:
+        found = next((i for i in range(start, len(line.before)) if line.before[i].text == text), len(line.before))
+        if found == len(line.before):
+            line.before.append(_Line(text, []))
+        line.before[found].ranks.append(rank)
+        start = found + 1
 
 
 def to_cell(text: str) -> None:

@@ -6,6 +6,7 @@ Slow to import and used by nearly every lesson: PyTorch and Transformers. The or
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import signal
 from collections.abc import Iterable, Iterator
@@ -62,5 +63,8 @@ gc.disable()  # an import creates many objects and frees few: looking for garbag
 _import(SLOW)
 with _silence():
     _import(filter(None, os.environ.pop(ALSO, "").split(",")))
+logging.captureWarnings(
+    False
+)  # Axolotl turns it on for its own log; the ranks of others would write their warnings there
 gc.freeze()  # what a fork never collects it never writes to, and so keeps sharing
 gc.enable()

@@ -110,6 +110,8 @@ def _run(rank: int, job: Job, folder: str) -> Failure | None:
     from course_lib.observe import collectives, memory, wire
 
     torch.set_num_threads(job.threads)
+    # as torchrun does: a library that finds it unset, Accelerate for one, chooses a number of its own, and says so
+    os.environ.setdefault("OMP_NUM_THREADS", str(job.threads))
     try:
         function, args, kwargs = cloudpickle.loads(job.function)
     except Exception as error:  # whatever a learner's module does on import
