@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
+
+
+# Commands with an argument parser of their own, in a module that is imported for them alone: (module, help).
+DELEGATED = {
+    "memory": ("course_lib.memory_command", "GPU memory of a training step; memory --help lists the settings"),
+    "plan": ("course_lib.plan_command", "plan --model llama-3.1-8b --gpus 2x24GiB: what to run on these GPUs"),
+    "axolotl": (
+        "course_lib.axolotl_command",
+        "axolotl check run.yml --gpus 4x24GiB: what a YAML amounts to, and its mistakes",
+    ),
+    "cluster": (
+        "course_lib.clusters.command",
+        "cluster write: launch files for torchrun, Slurm, Kubernetes, Azure ML, SkyPilot",
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -13,30 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("proof", help="ten seconds: a real 2-rank DDP training, held against one rank")
     commands.add_parser("progress", help="what you have passed so far")
-    commands.add_parser(
-        "memory", help="GPU memory of a training step; memory --help lists the settings", add_help=False
-    )
-    commands.add_parser(
-        "axolotl", help="axolotl check run.yml --gpus 4x24GiB: what a YAML amounts to, and its mistakes", add_help=False
-    )
-    commands.add_parser(
-        "cluster",
-        help="cluster write: launch files for torchrun, Slurm, Kubernetes, Azure ML, SkyPilot",
-        add_help=False,
-    )
+    for name, (_, words) in DELEGATED.items():
+        commands.add_parser(name, help=words, add_help=False)
     arguments, rest = parser.parse_known_args(argv)
-    if arguments.command == "memory":
-        from course_lib import memory_command
-
-        return memory_command.main(rest)
-    if arguments.command == "axolotl":
-        from course_lib import axolotl_command
-
-        return axolotl_command.main(rest)
-    if arguments.command == "cluster":
-        from course_lib.clusters import command
-
-        return command.main(rest)
+    if arguments.command in DELEGATED:
+        return importlib.import_module(DELEGATED[arguments.command][0]).main(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if arguments.command == "proof":

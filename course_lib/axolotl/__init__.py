@@ -5,7 +5,7 @@
 >>> run.losses, run.witness[0]["wrapper"], run.witness[0]["local_elements"]
 """
 
-from course_lib.axolotl.inputs import make_inputs
+from course_lib.axolotl.inputs import make_inputs, write_tokens
 from course_lib.axolotl.overlays import laid_over, merged, write
 from course_lib.axolotl.running import AxolotlRun, inference, merge_lora, preprocess, train, warm_axolotl
 
@@ -20,4 +20,5 @@ __all__ = [
     "train",
     "warm_axolotl",
     "write",
+    "write_tokens",
 ]

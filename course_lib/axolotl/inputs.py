@@ -6,9 +6,13 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from course_lib.data import english, instructions
 from course_lib.models import byte_tokenizer, no_progress_bars, tiny_llama
+
+if TYPE_CHECKING:
+    import torch
 
 PARAGRAPH = 40  # letters: what is shorter is a heading
 
@@ -36,7 +40,23 @@ def make_inputs(folder: str | os.PathLike[str], *, layers: int = 2, hidden: int 
     return target
 
 
-def _write(path: Path, rows: Iterable[dict[str, str]]) -> None:
+def write_tokens(path: str | os.PathLike[str], batches: Iterable[torch.Tensor]) -> None:
+    """Write token ids (rows, tokens) as JSON lines that Axolotl takes as they are: a dataset whose ``type`` is empty.
+
+    Every token is trained. With ``curriculum_sampling: true`` the rows keep their order, so that a run has the batches
+    of another program. Raises OSError where the file cannot be written.
+    """
+    _write(
+        Path(path),
+        (
+            {"input_ids": row, "attention_mask": [1] * len(row), "labels": row}
+            for batch in batches
+            for row in batch.tolist()
+        ),
+    )
+
+
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -1,0 +1,180 @@
+"""Lesson 8's pictures of ranks: the grid in its machines with the groups of one axis, and ring attention step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from course_lib.figures.style import COLOURS, HATCHES, new_figure, picture
+from course_lib.parallel.grid import AXES, NAMES, Grid
+
+if TYPE_CHECKING:
+    from IPython.display import Image
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PALETTE = (COLOURS[4], COLOURS[1], COLOURS[2], COLOURS[5], COLOURS[0], COLOURS[3], "#BBBBBB")
+MOST_NODES, MOST_PER_NODE = 8, 16
+LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 1.3}
+
+
+def rank_grid(grid: Grid, *, axis: str = "tp", per_node: int = 8, title: str = "") -> Image:
+    """Ranks in their machines; those of one colour, hatch and letter form a group along `axis`.
+
+    The first group is joined by lines: solid inside a machine, dashed where they leave it. Below stands what each axis
+    uses. Of more than 8 machines the first 8 are drawn.
+
+    Raises:
+        ValueError: an axis that is none, or machines of no rank or more than 16.
+    """
+    return picture(*draw_rank_grid(grid, axis=axis, per_node=per_node, title=title))
+
+
+def draw_rank_grid(grid: Grid, *, axis: str = "tp", per_node: int = 8, title: str = "") -> tuple[Figure, str]:
+    """The figure of `rank_grid` and its text, for a widget."""
+    if not 1 <= per_node <= MOST_PER_NODE:
+        raise ValueError(f"per_node={per_node}: choose from 1 to {MOST_PER_NODE} ranks a machine.")
+    groups = grid.groups(axis)
+    letter = {rank: i for i, group in enumerate(groups) for rank in group}
+    nodes = -(-grid.size // per_node)
+    shown = min(nodes, MOST_NODES)
+    columns = 2 if per_node <= 4 and shown > 1 else 1
+    rows = -(-shown // columns)
+    used = [name for name in AXES if getattr(grid, name) > 1]
+    figure, (area,) = new_figure(height=1.25 + 0.86 * rows + 0.17 * max(1, len(used)))
+    area.grid(False)
+    area.set_axis_off()
+    wide = per_node + 1.2  # of a machine, in boxes
+    place = {}
+    for node in range(shown):
+        left, bottom = node % columns * wide, -(node // columns) * 1.75
+        members = range(node * per_node, min((node + 1) * per_node, grid.size))
+        area.add_patch(_box(left - 0.1, bottom - 0.14, per_node + 0.1, 1.2, facecolor="none", edgecolor="#555555"))
+        area.text(left + per_node, bottom + 1.1, f"machine {node}", fontsize=8, ha="right", va="bottom")
+        for i, rank in enumerate(members):
+            place[rank] = (left + i, bottom)
+            group = letter[rank]
+            area.add_patch(_box(left + i, bottom, 0.9, 0.9, facecolor=PALETTE[group % 7], edgecolor="white",
+                                hatch=HATCHES[(group + group // 7) % 7]))  # fmt: skip
+            small = per_node > 8
+            area.text(left + i + 0.45, bottom + 0.63, f"{rank}", ha="center", va="center", fontsize=7 if small else 9,
+                      fontweight="bold", bbox=LABEL)  # fmt: skip
+            area.text(left + i + 0.45, bottom + 0.22, _letters(group), ha="center", va="center",
+                      fontsize=6 if small else 8, bbox=LABEL)  # fmt: skip
+    first = [rank for rank in groups[0] if rank in place]
+    for a, b in zip(first, first[1:], strict=False):
+        _join(area, place[a], place[b], outside=a // per_node != b // per_node)
+    area.set(xlim=(-0.2, columns * wide - 0.9), ylim=(-(rows - 1) * 1.75 - 0.3, 1.6))
+    left_out = f" (the first {shown} of {nodes} machines)" if shown < nodes else ""
+    groups_told = f"{len(groups)} {NAMES[axis]}-parallel group{'s' * (len(groups) > 1)} of {len(groups[0])}"
+    area.set_title(title or f"{_ranks(grid)}: the groups along {axis}{left_out}", fontsize=11)
+    reach = [_reach(grid, name, per_node) for name in used] or ["one rank: nothing to send"]
+    figure.text(0.02, 0.01, "\n".join(reach), fontsize=8.5, va="bottom")
+    below = 0.03 + 0.17 * len(reach) / figure.get_figheight()
+    figure.get_layout_engine().set(rect=(0, below, 1, 1 - below))
+    examples = "; ".join(f"{_letters(i)}: ranks {', '.join(map(str, group[:8]))}{', …' if len(group) > 8 else ''}"
+                         for i, group in enumerate(groups[:4]))  # fmt: skip
+    return figure, (
+        f"{_ranks(grid)}, on {nodes} machine{'s' * (nodes > 1)} of {per_node}{left_out}, coloured by {groups_told}: {examples}"
+        f"{'; and so on' if len(groups) > 4 else ''}. {'. '.join(reach)}."
+    )
+
+
+def _ranks(grid: Grid) -> str:
+    return f"{grid.size} ranks, {grid}" if grid.size > 1 else "A grid of one rank"
+
+
+def _reach(grid: Grid, axis: str, per_node: int) -> str:
+    width, nodes = getattr(grid, axis), grid.nodes(axis, per_node)
+    where = "inside a machine" if nodes == 1 else f"across {nodes} machines"
+    groups = grid.size // width
+    return f"{axis} ({NAMES[axis]}): {groups} group{'s' * (groups > 1)} of {width}, {where}"
+
+
+def _letters(number: int) -> str:
+    """0 -> A, 25 -> Z, 26 -> AA, as a spreadsheet counts."""
+    return (_letters(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
+
+
+def _join(area: Axes, a: tuple[float, float], b: tuple[float, float], *, outside: bool) -> None:
+    """From box to box: an arch over neighbours in a row, a straight line between rows."""
+    same_row = a[1] == b[1]
+    start, end = ((x + 0.45, y + 0.9) if same_row or b[1] > y or y < a[1] else (x + 0.45, y) for x, y in (a, b))
+    area.annotate("", end, start, zorder=6, arrowprops={
+        "arrowstyle": "-", "linewidth": 1.6, "linestyle": "--" if outside else "-", "color": "black",
+        "connectionstyle": f"arc3,rad={-0.25 if same_row else 0}", "shrinkA": 0, "shrinkB": 0,
+    })  # fmt: skip
+
+
+def ring_steps(ranks: int = 4, *, layouts: Sequence[str] = ("contiguous", "zigzag")) -> Image:
+    """Whose keys and values are with which rank at each step of ring attention, and what is computed with them.
+
+    A square is a rank's queries (from top to bottom) against the keys that are there (from left to right). White is the
+    future, which no query may see; beside each row stands its work, in squares.
+
+    Raises:
+        ValueError: fewer than 2 ranks or more than 8, no layout, or an unknown one.
+    """
+    return picture(*draw_ring_steps(ranks, layouts=layouts))
+
+
+def draw_ring_steps(ranks: int = 4, *, layouts: Sequence[str] = ("contiguous", "zigzag")) -> tuple[Figure, str]:
+    """The figure of `ring_steps` and its text."""
+    if not 2 <= ranks <= 8:
+        raise ValueError(f"ranks={ranks}: choose from 2 to 8, so that the steps fit on the page.")
+    if not layouts:
+        raise ValueError("There is nothing to draw: give at least one layout.")
+    figure, axes = new_figure(width=min(8.2, 1.3 + 1.0 * ranks * len(layouts) + 0.9), height=0.85 + 0.62 * ranks,
+                              columns=len(layouts))  # fmt: skip
+    told = []
+    for axis, layout in zip(axes, layouts, strict=True):
+        work = _steps(axis, ranks, layout)
+        told.append(f"{layout}: {', '.join(f'rank {r} {squares:g}' for r, squares in enumerate(work))} squares of work")
+    return figure, (
+        f"Ring attention on {ranks} ranks: a row a rank, a column a step. At step s rank r has the keys and values of rank "
+        f"r - s. {'; '.join(told)}."
+    )
+
+
+def _steps(axis: Axes, ranks: int, layout: str) -> list[float]:
+    """Draw one layout; the work of each rank, in squares."""
+    from matplotlib.patches import Polygon
+
+    from course_lib.training.ring_attention import meetings, runs  # it needs torch, and few pictures do
+
+    pieces = len(runs(0, ranks, 2 * ranks, layout))  # in a rank's part of the sequence
+    seq_len = pieces * ranks
+    size = 0.78 / pieces
+    axis.grid(False)
+    axis.set_aspect("equal")
+    axis.spines[["left", "bottom"]].set_visible(False)
+    work = []
+    for rank in range(ranks):
+        total = 0.0
+        for step in range(ranks):
+            source = (rank - step) % ranks
+            x, y = step * 1.15, (ranks - 1 - rank) * 1.0
+            axis.add_patch(_box(x, y, 0.78, 0.78, facecolor="white", edgecolor="#999999"))
+            colour, hatch = PALETTE[source % 7], HATCHES[(source + source // 7) % 7]
+            for mine, theirs, diagonal in meetings(rank, source, ranks, seq_len, layout):
+                left, top = x + theirs.start * size, y + 0.78 - mine.start * size
+                corners = [(left, top), (left, top - size), (left + size, top - size)]
+                corners += [] if diagonal else [(left + size, top)]
+                axis.add_patch(Polygon(corners, facecolor=colour, hatch=hatch, edgecolor="white", linewidth=0.5))
+                total += (0.5 if diagonal else 1.0) / pieces**2
+            axis.text(x + 0.39, y + 0.39, str(source), ha="center", va="center", fontsize=8, bbox=LABEL)
+        axis.text(ranks * 1.15, (ranks - 1 - rank) * 1.0 + 0.39, f"{total:g}", ha="center", va="center", fontsize=9)
+        work.append(total)
+    axis.text(ranks * 1.15, ranks - 0.1, "work", ha="center", va="bottom", fontsize=9)
+    axis.set(xlim=(-0.1, ranks * 1.15 + 0.35), ylim=(-0.15, ranks + 0.15), title=layout)
+    axis.set_xticks([s * 1.15 + 0.39 for s in range(ranks)], [f"step {s}" for s in range(ranks)])
+    axis.set_yticks([ranks - 1 - r + 0.39 for r in range(ranks)], [f"rank {r}" for r in range(ranks)])
+    axis.set_xlabel("number: whose keys and values are here", fontsize=9)
+    axis.tick_params(length=0)
+    return work
+
+
+def _box(x: float, y: float, width: float, height: float, **how: Any) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x, y), width, height, linewidth=0.9, **how)

@@ -1,0 +1,226 @@
+"""What one training step sends along each axis of the rank grid: how many collectives, of how many bytes.
+
+Each function answers for one rank, the busiest one where ranks differ. A micro-batch's forward and backward pass send
+some messages every time; others travel once in an optimizer step, however many micro-batches it has: `Message.every`
+says which. The letters of the formulas: b sequences in a micro-batch, s tokens a sequence, h hidden, e bytes a number,
+L layers, k = kv_heads x head_dim.
+
+>>> tensor_parallel(shape_of("llama-3.1-8b"), tp=8, micro_batch=1, seq_len=8192)
+>>> sum(m.total_bytes for m in data_parallel(8_030_261_248, dp=8, strategy="zero3"))
+
+Sources: Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053), tensor parallelism; Korthikanti et al. 2022, "Reducing
+Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), sequence parallelism; Narayanan et al. 2021
+(arXiv:2104.04473), pipelines; Rajbhandari et al. 2020, "ZeRO" (arXiv:1910.02054); Zhao et al. 2023, "PyTorch FSDP"
+(arXiv:2304.11277); Liu et al. 2023, "Ring Attention" (arXiv:2310.01889).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from course_lib.checked import pick
+from course_lib.memory.shapes import Shape
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
+LOSS_BYTES = 4  # maxima, sums and targets' logits of the loss are fp32 whatever the model is in
+
+
+class Message(NamedTuple):
+    """Collectives, or sends, that are alike.
+
+    Attributes:
+        collective: a collective of ``course_lib.links.COLLECTIVES``, or "send" to one other rank.
+        count: how many of them follow each other.
+        num_bytes: the payload of one, as ``course_lib.links.seconds`` takes it: of an all-reduce the array, of an
+            all-gather what every rank has after it, of a reduce-scatter what every rank has before it.
+        axis: of the rank grid: "tp", "pp", "dp" or "cp".
+        every: "micro_batch", or "step" for what is sent once in an optimizer step.
+    """
+
+    collective: str
+    count: int
+    num_bytes: float
+    axis: str
+    every: str = "micro_batch"
+
+    @property
+    def total_bytes(self) -> float:
+        """Payload of all of them."""
+        return self.count * self.num_bytes
+
+
+def tensor_parallel(
+    shape: Shape,
+    *,
+    tp: int,
+    micro_batch: int,
+    seq_len: int,
+    element: int = 2,
+    sequence_parallel: bool = False,
+    vocab_parallel: bool = True,
+) -> list[Message]:
+    """Splitting each matrix over `tp` ranks: Megatron-LM's layers. All messages of b s h e bytes but the loss's.
+
+    - A layer: 2 all-reduces forward (after attention's and the MLP's second matrix: g) and 2 backward (f): 4 L.
+    - Vocabulary in parallel: 1 all-reduce after the embedding, 1 of the gradient before the output layer; and in the
+      loss 3 of b s numbers in fp32: the largest logit, the sum of exponentials, the target's logit.
+    - Sequence parallelism makes of each all-reduce a reduce-scatter on one side and an all-gather on the other, the same
+      bytes on a ring, and adds one all-reduce a step: the gradients of the 2 L + 1 norms, which saw a part of the
+      sequence each (fp32, in one piece). Not counted: Megatron's further all-gathers, 2 a layer and 1 at the output layer,
+      where the gathered input of the first matrices is not kept but gathered again in the backward pass.
+    - Without vocab_parallel the embedding and the output layer are whole on every rank and send nothing; under sequence
+      parallelism the last hidden states are gathered for them, and the first ones' gradient.
+
+    Grouped kv heads change none of this while every rank has a kv head of its own: keys and values never travel here. Where
+    `tp` is larger, ranks hold copies of kv heads and sum the copies' gradients once a step (fp32): tp / kv_heads ranks each,
+    though the message says "tp". The vocabulary's size does not matter either; it is padded where it does not divide.
+
+    Args:
+        shape: of the model.
+        tp: ranks; 1 sends nothing.
+        micro_batch: sequences in one forward pass of these ranks together, b.
+        seq_len: tokens a sequence, s; with context parallelism those of one context-parallel rank.
+        element: bytes of an activation: 2 in bf16 and fp16, 4 in fp32.
+        sequence_parallel, vocab_parallel: as above.
+
+    Raises:
+        ValueError: numbers below 1, heads or kv heads that do not divide, a sequence that cannot be cut.
+    """
+    _whole(tp=tp, micro_batch=micro_batch, seq_len=seq_len, element=element)
+    if shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
+        raise ValueError(
+            f"tp={tp}: {shape.heads} heads and {shape.kv_heads} kv heads do not divide over so many ranks: take a "
+            "number that divides both."
+        )
+    if sequence_parallel and seq_len % tp:
+        raise ValueError(f"seq_len={seq_len} does not divide over tp={tp} ranks, as sequence parallelism needs it to.")
+    if tp == 1:
+        return []
+    states = micro_batch * seq_len * shape.hidden * element
+    pairs = 2 * shape.layers + vocab_parallel  # the embedding's g and the output layer's f make one more pair
+    sent = []
+    if sequence_parallel:
+        # without vocab_parallel: hidden states gathered for the output layer, gradients for the embedding
+        gathers = 2 * pairs if vocab_parallel else 2 * pairs + 2
+        sent.append(Message("all_gather", gathers, states, "tp"))
+        sent.append(Message("reduce_scatter", 2 * pairs, states, "tp"))
+        sent.append(Message("all_reduce", 1, (2 * shape.layers + 1) * shape.hidden * 4, "tp", "step"))
+    else:
+        sent.append(Message("all_reduce", 2 * pairs, states, "tp"))
+    if vocab_parallel:
+        sent.append(Message("all_reduce", 3, micro_batch * seq_len * LOSS_BYTES, "tp"))
+    if tp > shape.kv_heads:
+        sent.append(Message("all_reduce", 2 * shape.layers, shape.head_dim * shape.hidden * 4, "tp", "step"))
+    return sent
+
+
+def pipeline(
+    shape: Shape,
+    *,
+    pp: int,
+    chunks: int = 1,
+    micro_batch: int,
+    seq_len: int,
+    tp: int = 1,
+    cp: int = 1,
+    element: int = 2,
+    sequence_parallel: bool = False,
+) -> list[Message]:
+    """Splitting the layers over `pp` ranks, in `chunks` stages each: hidden states forward, their gradients backward.
+
+    A message is b s h e / cp bytes, and / tp more under sequence parallelism, where each tensor-parallel rank hands on
+    its part of the sequence. pp v stages have pp v - 1 borders, each crossed once forward and once backward; a rank in
+    the middle sends 2 v messages for a micro-batch, and of two ranks each sends 2 v - 1. Receiving goes on at the same
+    time. Not counted: the all-reduce between first and last stage of a tied embedding's gradients, once a step.
+
+    Raises:
+        ValueError: numbers below 1, more stages than layers, a sequence that cannot be cut.
+    """
+    _whole(pp=pp, chunks=chunks, micro_batch=micro_batch, seq_len=seq_len, tp=tp, cp=cp, element=element)
+    if pp * chunks > shape.layers:
+        raise ValueError(f"{shape.layers} layers do not fill pp={pp} x chunks={chunks} stages: take fewer.")
+    parts = cp * (tp if sequence_parallel else 1)
+    if seq_len % parts:
+        raise ValueError(f"seq_len={seq_len} does not divide into {parts} parts: take a multiple of {parts} tokens.")
+    if pp == 1:
+        return []
+    count = 2 * chunks if pp > 2 else 2 * chunks - 1
+    return [Message("send", count, micro_batch * (seq_len // parts) * shape.hidden * element, "pp")]
+
+
+def data_parallel(
+    num_parameters: float,
+    *,
+    dp: int,
+    strategy: str = "ddp",
+    element: int = 2,
+    grad_element: int = 4,
+    checkpointing: bool = False,
+) -> list[Message]:
+    """Copies of the model, or shards of one, over `dp` ranks; N parameters.
+
+    - "ddp": an all-reduce of N gradients a step (buckets do not change the bytes).
+    - "zero1": a reduce-scatter of N gradients and an all-gather of N parameters a step: the same bytes on a ring.
+    - "zero2": the same, but gradients are scattered with every micro-batch, for no rank keeps them whole.
+    - "zero3", "fsdp": with every micro-batch parameters are gathered for the forward pass and again for the backward
+      pass, and gradients scattered. `checkpointing` has ZeRO-3 gather a third time, for the pass that is computed again
+      (ZeRO-Infinity, arXiv:2104.07857, section 4.1); FSDP2 computes it again inside the backward pass's gathering.
+
+    Args:
+        num_parameters: N: those of one rank of the tensor- and pipeline-parallel grid.
+        element: bytes of a parameter as it travels.
+        grad_element: bytes of a gradient as it travels.
+
+    Raises:
+        ValueError: an unknown strategy; numbers below 1.
+    """
+    _whole(dp=dp, element=element, grad_element=grad_element)
+    pick("strategy", strategy, STRATEGIES)
+    if not num_parameters > 0:
+        raise ValueError(f"num_parameters={num_parameters!r}: give a number above 0.")
+    if dp == 1:
+        return []
+    parameters, gradients = num_parameters * element, num_parameters * grad_element
+    if strategy == "ddp":
+        return [Message("all_reduce", 1, gradients, "dp", "step")]
+    if strategy == "zero1":
+        scattered = Message("reduce_scatter", 1, gradients, "dp", "step")
+        return [scattered, Message("all_gather", 1, parameters, "dp", "step")]
+    scattered = Message("reduce_scatter", 1, gradients, "dp")
+    if strategy == "zero2":
+        return [scattered, Message("all_gather", 1, parameters, "dp", "step")]
+    return [Message("all_gather", 3 if checkpointing and strategy == "zero3" else 2, parameters, "dp"), scattered]
+
+
+def context_parallel(
+    shape: Shape, *, cp: int, micro_batch: int, seq_len: int, tp: int = 1, element: int = 2
+) -> list[Message]:
+    """Splitting the sequence over `cp` ranks, attention too: keys and values go round a ring (arXiv:2310.01889).
+
+    A message is a rank's keys and values of one layer, 2 b (s / cp) (k / tp) e bytes: grouped kv heads make it
+    heads / kv_heads times smaller. Forward they are handed on cp - 1 times a layer, backward again, and their gradients
+    cp times, once more to come home: (3 cp - 2) L sends. (Llama 3, arXiv:2407.21783, gathers keys and values in one
+    all-gather a layer instead: the same bytes forward.) The gradients of the parameters are summed with data
+    parallelism's: count dp x cp ranks there.
+
+    Args:
+        seq_len: tokens of the whole sequence, s.
+        tp: tensor-parallel ranks, which hold kv_heads / tp kv heads each, and one at least.
+
+    Raises:
+        ValueError: numbers below 1, a sequence that cannot be cut.
+    """
+    _whole(cp=cp, micro_batch=micro_batch, seq_len=seq_len, tp=tp, element=element)
+    if seq_len % cp:
+        raise ValueError(f"seq_len={seq_len} does not divide over cp={cp} ranks: take a multiple of {cp} tokens.")
+    if cp == 1:
+        return []
+    heads = max(shape.kv_heads // tp, 1)
+    size = 2 * micro_batch * (seq_len // cp) * heads * shape.head_dim * element
+    return [Message("send", (3 * cp - 2) * shape.layers, size, "cp")]
+
+
+def _whole(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}={value!r}: give a whole number of at least 1.")

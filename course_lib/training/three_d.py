@@ -1,0 +1,193 @@
+"""3D parallelism: pipeline stages, tensor parallelism inside a stage, and copies or shards of all that for data.
+
+Three axes of one named device mesh, and one PyTorch tool for each: ``torch.distributed.pipelining`` along "pp",
+DTensor's plan along "tp", ``fully_shard`` along "dp" (or one all-reduce of the gradients). Narayanan et al. 2021,
+"Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (arXiv:2104.04473).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+
+from course_lib.data import sample_batch
+from course_lib.models import load, tiny_llama
+from course_lib.observe import observe, sent_bytes
+from course_lib.parallel.grid import Grid
+from course_lib.training.building import build_optimizer, choose
+from course_lib.training.command_line import run
+from course_lib.training.outcome import Outcome
+from course_lib.training.split import micro_batch_size
+from course_lib.training.tensor_parallel_dtensor import shard_tensors
+from course_lib.training.tensor_parallel_split import check_split
+from course_lib.training.three_d_stage import Stage, stage_layers
+
+AXES = ("pp", "dp", "tp")  # slowest first: neighbours in rank are neighbours along tp
+SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+
+
+def train(
+    *,
+    dp: int = 2,
+    pp: int = 2,
+    tp: int = 2,
+    model: str = "tiny",
+    schedule: str = "1f1b",
+    shard_data: bool = True,
+    steps: int = 20,
+    global_batch: int = 8,
+    seq_len: int = 128,
+    micro_batches: int = 2,
+    layers: int = 4,
+    hidden: int = 128,
+    heads: int = 4,
+    kv_heads: int = 2,
+    optimizer: str = "adamw",
+    lr: float = 1e-3,
+    seed: int = 0,
+) -> Outcome:
+    """Train a Llama on a grid of dp x pp x tp ranks; the default process group must be up.
+
+    Args:
+        dp, pp, tp: ranks along each axis; any of them may be 1.
+        model: as in ``course_lib.models.load``; every rank reads it whole on the host, and keeps its part.
+        schedule: of the pipeline: "1f1b" or "gpipe".
+        shard_data: True shards weights, gradients and optimizer state along dp (FSDP2); False keeps copies, whose
+            gradients are averaged as DDP's are.
+        micro_batches: into which a stage's share of the batch is cut.
+        layers, hidden, heads, kv_heads: of the tiny model.
+        optimizer: "adamw" or "sgd"; the second also shows gradients that are too large by a factor, Adam hides them.
+        steps, global_batch, seq_len, lr, seed: as in ``course_lib.training.ddp``.
+
+    Returns:
+        In ``extra``: coordinates (of this rank), axes (axis -> the ranks of this rank's group along it), stage_layers
+        (numbers of the blocks it holds), local_elements and total_elements (numbers it holds, and of the whole model),
+        placements (how the first block's q_proj lies, as text), shapes (of this weight: whole and local).
+
+    Raises:
+        ValueError: a grid that does not multiply to the ranks; more stages than layers; heads, kv heads or vocabulary
+            that do not divide over tp; a batch that does not divide into dp x micro_batches; an unknown schedule; a
+            pipeline of a model whose output layer is its embedding.
+    """
+    choose("schedule", schedule, SCHEDULES)
+    grid = Grid(dp=dp, pp=pp, tp=tp).check(dist.get_world_size())
+    micro_batch_size(steps=steps, global_batch=global_batch, ranks=dp, accumulate=micro_batches)
+    if model == "tiny":
+        numbers = stage_layers(layers, pp)
+        whole = tiny_llama(seed=seed, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads)
+    else:
+        whole = load(model)[0]
+        numbers = stage_layers(whole.config.num_hidden_layers, pp)
+    if pp > 1 and whole.config.tie_word_embeddings:
+        raise ValueError(
+            f"{model} ties its output layer to the embedding, which lie on different stages: take pp=1, or a model that "
+            "does not tie them."
+        )
+    check_split(whole.config, tp)
+    total_elements = sum(p.numel() for p in whole.parameters())
+
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
+    mesh = init_device_mesh(device.type, tuple(getattr(grid, axis) for axis in AXES), mesh_dim_names=AXES)
+    at = dict(zip(AXES, mesh.get_coordinate(), strict=True))
+    part = split(whole, mesh, numbers[at["pp"]], device, shard_data=shard_data)
+    del whole  # a rank keeps its part alone
+    update = build_optimizer(part.parameters(), optimizer, lr)
+    stage = PipelineStage(part, at["pp"], pp, device, group=mesh["pp"].get_group())
+    pipeline = SCHEDULES[schedule](stage, n_microbatches=micro_batches, loss_fn=next_token_loss)
+
+    seen = observe(part, update)
+    losses, sent = [], []
+    for step in range(steps):
+        # One batch for all ranks of a dp coordinate: those of a tp group compute on the same tokens, each its heads
+        batch = sample_batch(
+            step, global_batch=global_batch, seq_len=seq_len, rank=at["dp"], world_size=dp, seed=seed
+        ).to(device)
+        sent.append(sent_bytes())
+        with seen.step(tokens=batch.numel()):
+            parts: list[torch.Tensor] = []
+            pipeline.step(  # cuts the batch, runs forward and backward passes, sends and receives in between
+                *([batch] if stage.is_first else []),
+                **({"target": batch, "losses": parts} if stage.is_last else {}),
+                return_outputs=False,
+            )
+            if not shard_data:
+                average_gradients(part, mesh["dp"])
+            update.step()
+            update.zero_grad()
+        sent.append(sent_bytes())
+        counted = stage.is_last and at["tp"] == 0  # the others know no loss, or the same one
+        loss = torch.stack(parts).mean().detach() if counted else torch.zeros((), device=device)
+        dist.all_reduce(loss)  # for the report only
+        losses.append(loss.item() / dp)
+    steps_sent = [b - a for a, b in zip(sent[::2], sent[1::2], strict=True) if a is not None and b is not None]
+    late = steps_sent[len(steps_sent) // 2 :]
+    return Outcome(
+        losses, type(part).__name__, dist.get_rank(), grid.size, seen.median_step, seen.tokens_per_second, seen.memory,
+        wire_bytes=sum(late) / len(late) if late else None,
+        extra={
+            "coordinates": at,
+            "axes": {axis: dist.get_process_group_ranks(mesh[axis].get_group()) for axis in AXES},
+            "stage_layers": numbers[at["pp"]],
+            "total_elements": total_elements,
+            **held(part, numbers[at["pp"]][0]),
+        },
+    )  # fmt: skip
+
+
+def split(model: Any, mesh: DeviceMesh, numbers: list[int], device: torch.device, *, shard_data: bool) -> Stage:
+    """This rank's part of a Llama: first its stage, then its columns and rows, then its shard of those.
+
+    The order matters: ``fully_shard`` cuts what tensor parallelism has left, so that it gathers along dp alone.
+    """
+    part = Stage(model, numbers).to(device).train()
+    if mesh["tp"].size() > 1:
+        shard_tensors(part, mesh["tp"])
+    if shard_data and mesh["dp"].size() > 1:
+        # Gathered once a step and kept for all micro-batches: the pipeline would ask for them again with each
+        for layer in part.layers.values():
+            fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=False)
+        fully_shard(part, mesh=mesh["dp"], reshard_after_forward=False)
+    return part
+
+
+def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean over a micro-batch of logits (batch, tokens, vocabulary) and token ids (batch, tokens)."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@torch.no_grad()
+def average_gradients(part: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """What DDP does, in one message: each gradient becomes its mean over the mesh's ranks, which hold the same weights."""
+    if mesh.size() == 1:
+        return
+    gradients = [local(p.grad) for p in part.parameters() if p.grad is not None]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=mesh.get_group())
+    for gradient, mean in zip(gradients, (flat / mesh.size()).split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor lies on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def held(part: Stage, first: int) -> dict[str, Any]:
+    """What this rank really holds, read off the parameters themselves."""
+    weight = part.layers[str(first)].self_attn.q_proj.weight
+    return {
+        "local_elements": sum(local(p).numel() for p in part.parameters()),
+        "placements": str(getattr(weight, "placements", "whole")),
+        "shapes": [list(weight.shape), list(local(weight).shape)],
+    }
+
+
+if __name__ == "__main__":
+    run(train)

@@ -1,0 +1,181 @@
+"""Three axes at once against one rank on the whole batch: losses, who holds what, and who talks to whom about what."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from functools import cache
+
+import cloudpickle
+import pytest
+import torch
+
+from course_lib.data import sample_batch
+from course_lib.launch import RankFailed, launch
+from course_lib.models import tiny_llama
+from course_lib.parallel.grid import Grid
+from course_lib.training import three_d
+from course_lib.training.command_line import parse
+from course_lib.training.three_d_stage import stage_layers
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
+
+STEPS = 5
+SIZES = dict(steps=STEPS, global_batch=8, seq_len=16, layers=2, hidden=32, lr=3e-2)
+SGD = dict(optimizer="sgd", lr=0.5)  # Adam does not see a factor in all gradients; plain large steps show it
+WHOLE, NORMS = 90_272, 5 * 32  # numbers of the model, and of its norms, which every rank of a tp group holds
+
+# fp32 rounds to 6e-8 of a value, and sums over ranks come in another order: up to 1e-6 seen. Gradients summed over dp in
+# place of averaged are off by 0.1.
+TOLERANCE = 1e-5
+
+LAUNCHES = {
+    1: {"alone": dict(dp=1, pp=1, tp=1)},
+    4: {
+        "dp pp": dict(dp=2, pp=2, tp=1) | SGD,
+        "dp tp": dict(dp=2, pp=1, tp=2),
+        "pp tp": dict(dp=1, pp=2, tp=2, schedule="gpipe", micro_batches=4),
+        "copies": dict(dp=2, pp=2, tp=1, shard_data=False, layers=3) | SGD,  # 3 layers on 2 stages: 2 and 1
+    },
+    8: {"all": dict(dp=2, pp=2, tp=2)},
+}
+EVERY = [(ranks, name) for ranks, settings in LAUNCHES.items() for name in settings]
+
+
+def several(settings):
+    torch.set_num_threads(1)
+    return {name: three_d.train(**{**SIZES, **how}) for name, how in settings.items()}
+
+
+class Runs(dict):
+    def __missing__(self, ranks):
+        self[ranks] = launch(several, LAUNCHES[ranks], ranks=ranks, quiet=True, timeout=280)
+        return self[ranks]
+
+
+@pytest.fixture(scope="module")
+def runs(private_tmp):
+    return Runs()
+
+
+@cache
+def one_rank(layers, optimizer="adamw", lr=3e-2):
+    """Losses of one process on the whole batch, by a loop that knows of no axis."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    net = tiny_llama(seed=0, layers=layers, hidden=32)
+    update = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer](net.parameters(), lr=lr)
+    losses = []
+    for step in range(STEPS):
+        batch = sample_batch(step, global_batch=8, seq_len=16)
+        loss = net(input_ids=batch, labels=batch).loss
+        loss.backward()
+        update.step()
+        update.zero_grad()
+        losses.append(loss.item())
+    torch.set_num_threads(threads)
+    return losses
+
+
+@pytest.mark.parametrize(("ranks", "name"), EVERY)
+def test_it_trains_as_one_rank_does(ranks, name, runs):
+    how = {**SIZES, **LAUNCHES[ranks][name]}
+    expected = one_rank(how["layers"], how.get("optimizer", "adamw"), how["lr"])
+    for rank, outcomes in enumerate(runs[ranks].results):
+        outcome = outcomes[name]
+        assert (outcome.rank, outcome.world_size) == (rank, ranks)
+        assert outcome.wrapper == ("FSDPStage" if how["dp"] > 1 and how.get("shard_data", True) else "Stage")
+        assert outcome.losses == pytest.approx(expected, rel=TOLERANCE)
+    assert expected[0] - expected[-1] > 0.05  # it learns
+
+
+@pytest.mark.parametrize(("ranks", "name"), EVERY)
+def test_who_holds_what(ranks, name, runs):
+    how = {**SIZES, **LAUNCHES[ranks][name]}
+    grid = Grid(**{axis: how[axis] for axis in ("dp", "pp", "tp")})
+    outcomes = [results[name] for results in runs[ranks].results]
+    total = outcomes[0].extra["total_elements"]
+    for rank, outcome in enumerate(outcomes):
+        at = grid.coordinates(rank)
+        extra = outcome.extra
+        assert extra["coordinates"] == {axis: at[axis] for axis in ("pp", "dp", "tp")}
+        assert extra["axes"] == {axis: grid.group(rank, axis) for axis in ("pp", "dp", "tp")}
+        assert extra["stage_layers"] == stage_layers(how["layers"], how["pp"])[at["pp"]]
+        cut = how["tp"] * (how["dp"] if how.get("shard_data", True) else 1)
+        assert extra["shapes"] == [[32, 32], [32 // cut, 32]]
+        assert ("Shard" in extra["placements"]) == (cut > 1)
+        assert outcome.memory["gradients"] == 4 * extra["local_elements"]
+        if "optimizer" not in how:  # Adam: two moments of all that is held, counters of steps, and nothing else
+            moments = outcome.memory["optimizer_state"]
+            assert 8 * extra["local_elements"] <= moments < 8 * extra["local_elements"] + 8 * 30
+    if how["layers"] == 2:
+        copies = 1 if how.get("shard_data", True) else how["dp"]
+        assert total == WHOLE
+        assert sum(o.extra["local_elements"] for o in outcomes) == copies * (WHOLE + (how["tp"] - 1) * NORMS)
+    else:
+        assert sum(o.extra["local_elements"] for o in outcomes) == how["dp"] * total
+
+
+def last_step(run, rank):
+    """(kind, bytes, group) -> how often, in one rank's last step. Every step ends with a report to all of 4 bytes."""
+    told = [c for c in run.collectives if c.rank == rank]
+    everyone = len(run.results)
+    ends = [i for i, c in enumerate(told) if (c.kind, c.bytes, len(c.group)) == ("all_reduce", 4, everyone)]
+    return Counter((c.kind, c.bytes, c.group) for c in told[ends[-2] + 1 : ends[-1]])
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+def test_each_axis_carries_its_own_traffic(rank, runs):
+    grid = Grid(dp=2, pp=2, tp=2)
+    tp, pp, dp = (tuple(grid.group(rank, axis)) for axis in ("tp", "pp", "dp"))
+    log = last_step(runs[8], rank)
+    states = 2 * 16 * 32 * 4  # a micro-batch of 2 sequences x 16 tokens x 32 wide, fp32
+    # two micro-batches, each: 4 all-reduces in the stage's one block, 1 at the embedding or before the output layer
+    assert log[("all_reduce", states, tp)] == 2 * 5
+    assert log[("send", states, pp)] == log[("recv", states, pp)] == 2  # activations one way, gradients the other
+    kinds = {(kind, group) for kind, _, group in log}
+    assert ("all_gather", dp) in kinds and ("reduce_scatter", dp) in kinds
+    gathered = sum(size * times for (kind, size, group), times in log.items() if (kind, group) == ("all_gather", dp))
+    assert gathered == 4 * runs[8].results[rank]["all"].extra["local_elements"]  # once a step, its own shard
+    assert {group for _, _, group in log} == {tp, pp, dp}
+
+
+def refuse(cases):
+    told = {}
+    for name, how in cases.items():
+        try:
+            three_d.train(**{**SIZES, **how})
+        except ValueError as error:
+            told[name] = str(error)
+    return told
+
+
+def test_misfits_get_a_sentence(private_tmp):
+    fits = dict(dp=1, pp=2, tp=1)
+    cases = {
+        "ranks": (dict(dp=2, pp=2, tp=2), "The grid pp=2 x dp=2 x tp=2 takes 8 ranks and there are 2"),
+        "none": (dict(dp=0), "dp=0: give a whole number"),
+        "layers": (fits | dict(layers=1), "layers=1 does not fill 2 pipeline stages: take at most 1"),
+        "batch": (fits | dict(global_batch=9), "global_batch=9 does not divide into 1 ranks x 2 micro-batches"),
+        "data": (dict(dp=2, pp=1, tp=1, global_batch=6, micro_batches=2), "6 does not divide into 2 ranks x 2"),
+        "micro": (fits | dict(micro_batches=0), "accumulate=0|micro_batches=0"),
+        "schedule": (fits | dict(schedule="1b1f"), "schedule='1b1f'"),
+        "hidden": (fits | dict(hidden=30), "hidden=30 does not split into heads=4"),
+    }
+    told = launch(refuse, {name: how for name, (how, _) in cases.items()}, ranks=2, quiet=True).results[1]
+    for name, (_, words) in cases.items():
+        assert any(word in told[name] for word in words.split("|")), (name, told.get(name))
+    with pytest.raises(RankFailed, match="2 kv heads do not divide over 4 tensor-parallel ranks"):
+        launch(three_d.train, dp=1, pp=1, tp=4, ranks=4, quiet=True)
+
+
+def test_stages_share_the_layers_out():
+    assert stage_layers(7, 3) == [[0, 1, 2], [3, 4], [5, 6]]
+    assert stage_layers(4, 4) == [[0], [1], [2], [3]]
+    with pytest.raises(ValueError, match="at least 1"):
+        stage_layers(2, 0)
+
+
+def test_it_can_be_started_from_the_shell():
+    told = parse(three_d.train, ["--pp=4", "--no-shard-data"])
+    assert (told["pp"], told["shard_data"], told["schedule"]) == (4, False, "1f1b")
