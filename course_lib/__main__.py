@@ -7,7 +7,6 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-
 # Commands with an argument parser of their own, in a module that is imported for them alone: (module, help).
 DELEGATED = {
     "memory": ("course_lib.memory_command", "GPU memory of a training step; memory --help lists the settings"),

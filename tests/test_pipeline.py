@@ -178,8 +178,10 @@ def test_stages_one_after_another_are_the_model(one_thread):
     x = batch
     pieces = split_layers(5, 3)
     assert pieces == [range(2), range(2, 4), range(4, 5)]
-    for i, layers in enumerate(pieces):
-        x = LlamaStage(net, layers, first=i == 0, last=i == 2)(x)
+    with pytest.raises(ValueError, match="at least 1"):
+        split_layers(2, 0)
+    for layers in pieces:
+        x = LlamaStage(net, layers)(x)
     told = net(input_ids=batch, labels=batch)
     assert torch.equal(x, told.logits)
     assert token_loss(x, batch).item() == pytest.approx(told.loss.item(), rel=1e-6)

@@ -119,7 +119,7 @@ def test_the_questions_of_the_issue_are_answered() -> None:
         spent = time.process_time() - started
         if spent < 0.5:
             break
-    assert answer.searched > 10_000 and spent < 1.0
+    assert answer.searched > 10_000 and spent < 3.0  # 0.1 s here; benchmarks/planner.py measures it
     best = min((found for found in answer.plans if found.method == "full"), key=lambda found: found.step_seconds)
     assert best.gpus == 16_384 and best.memory_bytes <= 80 * GIB and best.tp <= 8
     assert 0.35 < best.mfu < 0.55 and 30 < best.days < 110  # Meta's own took 54 days at 38 to 43 %
@@ -132,7 +132,7 @@ def test_a_laptop_sized_question_takes_no_time() -> None:
         started = time.process_time()
         plan(**HOME)
         taken.append(time.process_time() - started)
-    assert min(taken) < 0.05
+    assert min(taken) < 0.15  # 0.02 s here; benchmarks/planner.py measures it
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:

@@ -19,7 +19,7 @@ HUGE = a_plan(
 
 # The wrapper on each rank, by the plan: (plan, the most ranks, wrapper, grid)
 FULL = {
-    "three_d": (HUGE, 4, "Stage", dict(pp=2, tp=2)),
+    "three_d": (HUGE, 4, "LlamaStage", dict(pp=2, tp=2)),
     "fsdp": (a_plan("fsdp", dp=64, on="8x8xh100-80gb", model="llama-3.1-8b", precision="bf16-mixed"), None,
              "FSDPLlamaForCausalLM", dict(dp=2)),
     "ddp": (a_plan("ddp", dp=4, on="4xrtx4090", model="qwen3-0.6b", micro_batches=1), 4, "DistributedDataParallel", dict(dp=4)),

@@ -16,7 +16,7 @@ from course_lib.models import tiny_llama
 from course_lib.parallel.grid import Grid
 from course_lib.training import three_d
 from course_lib.training.command_line import parse
-from course_lib.training.three_d_stage import stage_layers
+from course_lib.training.pipeline_stage import split_layers
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 
@@ -84,7 +84,7 @@ def test_it_trains_as_one_rank_does(ranks, name, runs):
     for rank, outcomes in enumerate(runs[ranks].results):
         outcome = outcomes[name]
         assert (outcome.rank, outcome.world_size) == (rank, ranks)
-        assert outcome.wrapper == ("FSDPStage" if how["dp"] > 1 and how.get("shard_data", True) else "Stage")
+        assert outcome.wrapper == ("FSDPLlamaStage" if how["dp"] > 1 and how.get("shard_data", True) else "LlamaStage")
         assert outcome.losses == pytest.approx(expected, rel=TOLERANCE)
     assert expected[0] - expected[-1] > 0.05  # it learns
 
@@ -100,7 +100,7 @@ def test_who_holds_what(ranks, name, runs):
         extra = outcome.extra
         assert extra["coordinates"] == {axis: at[axis] for axis in ("pp", "dp", "tp")}
         assert extra["axes"] == {axis: grid.group(rank, axis) for axis in ("pp", "dp", "tp")}
-        assert extra["stage_layers"] == stage_layers(how["layers"], how["pp"])[at["pp"]]
+        assert extra["stage_layers"] == list(split_layers(how["layers"], how["pp"])[at["pp"]])
         cut = how["tp"] * (how["dp"] if how.get("shard_data", True) else 1)
         assert extra["shapes"] == [[32, 32], [32 // cut, 32]]
         assert ("Shard" in extra["placements"]) == (cut > 1)
@@ -155,7 +155,7 @@ def test_misfits_get_a_sentence(private_tmp):
     cases = {
         "ranks": (dict(dp=2, pp=2, tp=2), "The grid pp=2 x dp=2 x tp=2 takes 8 ranks and there are 2"),
         "none": (dict(dp=0), "dp=0: give a whole number"),
-        "layers": (fits | dict(layers=1), "layers=1 does not fill 2 pipeline stages: take at most 1"),
+        "layers": (fits | dict(layers=1), "layers=1 are fewer than the 2 stages"),
         "batch": (fits | dict(global_batch=9), "global_batch=9 does not divide into 1 ranks x 2 micro-batches"),
         "data": (dict(dp=2, pp=1, tp=1, global_batch=6, micro_batches=2), "6 does not divide into 2 ranks x 2"),
         "micro": (fits | dict(micro_batches=0), "accumulate=0|micro_batches=0"),
@@ -167,13 +167,6 @@ def test_misfits_get_a_sentence(private_tmp):
         assert any(word in told[name] for word in words.split("|")), (name, told.get(name))
     with pytest.raises(RankFailed, match="2 kv heads do not divide over 4 tensor-parallel ranks"):
         launch(three_d.train, dp=1, pp=1, tp=4, ranks=4, quiet=True)
-
-
-def test_stages_share_the_layers_out():
-    assert stage_layers(7, 3) == [[0, 1, 2], [3, 4], [5, 6]]
-    assert stage_layers(4, 4) == [[0], [1], [2], [3]]
-    with pytest.raises(ValueError, match="at least 1"):
-        stage_layers(2, 0)
 
 
 def test_it_can_be_started_from_the_shell():

@@ -48,7 +48,8 @@ class SavedForBackward:
             self.now += storage.nbytes()
             self.highest = max(self.highest, self.now)
         self._users[storage._cdata][0] += 1
-        return _Kept(tensor, self, storage._cdata)
+        # detached: an output that its own node keeps would be a cycle, which a split backward pass never breaks
+        return _Kept(tensor.detach(), self, storage._cdata)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         self._on_every_call()

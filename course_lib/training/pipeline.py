@@ -30,6 +30,7 @@ from course_lib.training.pipeline_stage import LlamaStage, split_layers, token_l
 from course_lib.training.split import micro_batch_size
 
 StepFunction = Callable[[torch.Tensor], list[torch.Tensor]]  # one step's batch -> losses on the last rank, else nothing
+VOCAB = 256  # of the tiny model
 CLASSES = {
     "naive": ScheduleGPipe,  # called with one micro-batch at a time
     "gpipe": ScheduleGPipe,
@@ -82,20 +83,20 @@ def train(
         raise ValueError(
             f"global_batch={global_batch} does not divide into {micro_batches} micro-batches of equal size."
         )
-    micro_batch_size(steps=steps, global_batch=global_batch, accumulate=micro_batches)
+    size = micro_batch_size(steps=steps, global_batch=global_batch, accumulate=micro_batches)
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
     model, pieces = tiny_llama(seed=seed, layers=layers, hidden=hidden), split_layers(layers, stages * chunks)
     mine = range(rank, stages * chunks, stages)  # chunk c of rank r is stage c * stages + r
-    parts = torch.nn.ModuleList(
-        LlamaStage(model, pieces[i], first=i == 0, last=i == stages * chunks - 1).to(device) for i in mine
-    )
+    parts = torch.nn.ModuleList(LlamaStage(model, pieces[i]).to(device) for i in mine)
     del model  # each rank built it whole, so that the seed gives the same weights, and keeps its part
     optimizer = build_optimizer(parts.parameters(), "adamw", lr)
     record = Recorder(rank, pace=pace)
     if implementation == "hand":
         step_fn, wrapper = _by_hand(parts[0], micro_batches, hidden, record), one_f_one_b.__name__
     else:
-        step_fn, wrapper = _by_torch(schedule, list(parts), list(mine), micro_batches, stages, device, record)
+        step_fn, wrapper = _by_torch(
+            schedule, list(parts), list(mine), micro_batches, (size, seq_len, hidden), stages, device, record
+        )
     measured = 0 if steps == 2 else 1  # the memory probe slows this step down; a single step it leaves alone
     seen = observe(parts, optimizer, measured_step=measured)
     losses, sent, ran = [], [], []
@@ -140,13 +141,22 @@ def _by_torch(
     parts: list[LlamaStage],
     mine: list[int],
     micro_batches: int,
+    sizes: tuple[int, int, int],
     stages: int,
     device: torch.device,
     record: Recorder,
 ) -> tuple[StepFunction, str]:
     """(what runs one step's forwards and backwards, the class that does it)."""
     every = stages * len(mine)
-    made = [RecordedStage(part, i, every, device, record=record) for part, i in zip(parts, mine, strict=True)]
+    between = torch.empty(sizes, device="meta", requires_grad=True)  # told beforehand, the stages need no trial run
+    ends = (torch.empty(sizes[:2], device="meta", dtype=torch.long), between.new_empty((*sizes[:2], VOCAB)))
+    made = [
+        RecordedStage(
+            part, i, every, device, record=record,
+            input_args=between if i else ends[0], output_args=between if i < every - 1 else ends[1],
+        )
+        for part, i in zip(parts, mine, strict=True)
+    ]  # fmt: skip
     naive = schedule == "naive"
     plan = CLASSES[schedule](
         made if schedule in ("interleaved", "zero_bubble") else made[0],

@@ -14,6 +14,8 @@ def split_layers(layers: int, stages: int) -> list[range]:
     The last stage has the output head besides, the first only looks tokens up. Raises ValueError where a stage would get
     no layer.
     """
+    if stages < 1:
+        raise ValueError(f"{stages} pipeline stages: give a whole number of at least 1.")
     if layers < stages:
         raise ValueError(f"layers={layers} are fewer than the {stages} stages: take at least one layer a stage.")
     share, more = divmod(layers, stages)
@@ -26,14 +28,15 @@ class LlamaStage(torch.nn.Module):
 
     Args:
         model: a whole LlamaForCausalLM; only this stage's modules are kept, under their own names.
-        layers: the stage's.
-        first, last: whether it has the embedding; the final norm and the output head.
+        layers: the stage's. With the first comes the embedding, with the last the final norm and the output head.
     """
 
-    def __init__(self, model: Any, layers: range, *, first: bool, last: bool) -> None:
+    def __init__(self, model: Any, layers: range) -> None:
         super().__init__()
         inner = model.model
-        self.embed_tokens = inner.embed_tokens if first else None
+        last = layers[-1] == len(inner.layers) - 1
+        self.config = model.config
+        self.embed_tokens = inner.embed_tokens if layers[0] == 0 else None
         self.rotary_emb = inner.rotary_emb  # no parameters: every stage has its own
         self.layers = torch.nn.ModuleDict({str(i): inner.layers[i] for i in layers})
         self.norm = inner.norm if last else None

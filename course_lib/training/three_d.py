@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -24,10 +23,10 @@ from course_lib.parallel.grid import Grid
 from course_lib.training.building import build_optimizer, choose
 from course_lib.training.command_line import run
 from course_lib.training.outcome import Outcome
+from course_lib.training.pipeline_stage import LlamaStage, split_layers, token_loss
 from course_lib.training.split import micro_batch_size
 from course_lib.training.tensor_parallel_dtensor import shard_tensors
 from course_lib.training.tensor_parallel_split import check_split
-from course_lib.training.three_d_stage import Stage, stage_layers
 
 AXES = ("pp", "dp", "tp")  # slowest first: neighbours in rank are neighbours along tp
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -80,11 +79,11 @@ def train(
     grid = Grid(dp=dp, pp=pp, tp=tp).check(dist.get_world_size())
     micro_batch_size(steps=steps, global_batch=global_batch, ranks=dp, accumulate=micro_batches)
     if model == "tiny":
-        numbers = stage_layers(layers, pp)
+        numbers = split_layers(layers, pp)
         whole = tiny_llama(seed=seed, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads)
     else:
         whole = load(model)[0]
-        numbers = stage_layers(whole.config.num_hidden_layers, pp)
+        numbers = split_layers(whole.config.num_hidden_layers, pp)
     if pp > 1 and whole.config.tie_word_embeddings:
         raise ValueError(
             f"{model} ties its output layer to the embedding, which lie on different stages: take pp=1, or a model that "
@@ -100,7 +99,7 @@ def train(
     del whole  # a rank keeps its part alone
     update = build_optimizer(part.parameters(), optimizer, lr)
     stage = PipelineStage(part, at["pp"], pp, device, group=mesh["pp"].get_group())
-    pipeline = SCHEDULES[schedule](stage, n_microbatches=micro_batches, loss_fn=next_token_loss)
+    pipeline = SCHEDULES[schedule](stage, n_microbatches=micro_batches, loss_fn=token_loss)
 
     seen = observe(part, update)
     losses, sent = [], []
@@ -134,19 +133,19 @@ def train(
         extra={
             "coordinates": at,
             "axes": {axis: dist.get_process_group_ranks(mesh[axis].get_group()) for axis in AXES},
-            "stage_layers": numbers[at["pp"]],
+            "stage_layers": list(numbers[at["pp"]]),
             "total_elements": total_elements,
             **held(part, numbers[at["pp"]][0]),
         },
     )  # fmt: skip
 
 
-def split(model: Any, mesh: DeviceMesh, numbers: list[int], device: torch.device, *, shard_data: bool) -> Stage:
+def split(model: Any, mesh: DeviceMesh, layers: range, device: torch.device, *, shard_data: bool) -> LlamaStage:
     """This rank's part of a Llama: first its stage, then its columns and rows, then its shard of those.
 
     The order matters: ``fully_shard`` cuts what tensor parallelism has left, so that it gathers along dp alone.
     """
-    part = Stage(model, numbers).to(device).train()
+    part = LlamaStage(model, layers).to(device).train()
     if mesh["tp"].size() > 1:
         shard_tensors(part, mesh["tp"])
     if shard_data and mesh["dp"].size() > 1:
@@ -155,11 +154,6 @@ def split(model: Any, mesh: DeviceMesh, numbers: list[int], device: torch.device
             fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=False)
         fully_shard(part, mesh=mesh["dp"], reshard_after_forward=False)
     return part
-
-
-def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean over a micro-batch of logits (batch, tokens, vocabulary) and token ids (batch, tokens)."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 @torch.no_grad()
@@ -179,7 +173,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def held(part: Stage, first: int) -> dict[str, Any]:
+def held(part: LlamaStage, first: int) -> dict[str, Any]:
     """What this rank really holds, read off the parameters themselves."""
     weight = part.layers[str(first)].self_attn.q_proj.weight
     return {
