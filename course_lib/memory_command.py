@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from course_lib.memory import Breakdown, Shape, card, estimate, shape_of
+from course_lib.memory import Breakdown, Shape, card, estimate
 from course_lib.memory.fitting import largest_micro_batch, longest_sequence
 from course_lib.memory.settings import CHOICES
+from course_lib.memory.shapes import written_shape
 
 GIB = 2**30
 BAD_INPUT = 2  # exit code
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     """Print one estimate. Returns 0, or 2 after one sentence on stderr when the input means nothing."""
     try:
         given = vars(parser().parse_args(argv))
-        as_json, model = given.pop("json"), _model(given.pop("model"))
+        as_json, model = given.pop("json"), written_shape(given.pop("model"))
         need = estimate(model, **given)
         room = None if given["card"] is None else _room(model, need, given)
     except ValueError as error:
@@ -73,20 +74,6 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(table(model, need, given, room))
     return 0
-
-
-def _model(text: str) -> Shape:
-    """A preset's shape, or one of widths written as layers=2,hidden=64,…"""
-    if "=" not in text:
-        return shape_of(text)
-    widths: dict[str, Any] = {}
-    for item in text.split(","):
-        name, _, value = item.partition("=")
-        flag = {"true": True, "false": False}.get(value.strip().lower())
-        if flag is None and not value.strip().isdecimal():
-            raise ValueError(f"--model {item.strip()}: give a width as name=number, or name=true for a property.")
-        widths[name.strip()] = int(value) if flag is None else flag
-    return shape_of(widths)
 
 
 def _room(model: Shape, need: Breakdown, given: dict[str, Any]) -> dict[str, Any]:

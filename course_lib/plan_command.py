@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from course_lib.checked import pick
 from course_lib.memory import Shape
 from course_lib.memory.settings import CHOICES
+from course_lib.memory.shapes import written_shape
 from course_lib.plan_files import TARGETS, targets_of, why_not, write
 from course_lib.plan_files.facts import seconds
 from course_lib.planner import Answer, NoPlan, Plan, Settings, plan
@@ -123,9 +124,7 @@ def _amount(text: str | None) -> float | None:
 
 def _model(text: str) -> str | Shape:
     """A name, for the planner to look up, or the shape of widths written as layers=2,hidden=64,..."""
-    from course_lib.memory_command import _model as read
-
-    return read(text) if "=" in text else text
+    return written_shape(text) if "=" in text else text
 
 
 def table(answer: Answer) -> str:

@@ -156,6 +156,24 @@ def shape_of(model: str | Shape | Mapping[str, Any] | Any) -> Shape:
     return _from_config(config)
 
 
+def written_shape(text: str) -> Shape:
+    """The shape behind what a command line says: a preset's name, or widths written as layers=2,hidden=64,…
+
+    Raises:
+        ValueError: an unknown name, a width that is no number.
+    """
+    if "=" not in text:
+        return shape_of(text)
+    widths: dict[str, Any] = {}
+    for item in text.split(","):
+        name, _, value = item.partition("=")
+        flag = {"true": True, "false": False}.get(value.strip().lower())
+        if flag is None and not value.strip().isdecimal():
+            raise ValueError(f"--model {item.strip()}: give a width as name=number, or name=true for a property.")
+        widths[name.strip()] = int(value) if flag is None else flag
+    return shape_of(widths)
+
+
 def _from_config(config: Any) -> Shape:
     kind = getattr(config, "model_type", "")
     if getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0):
