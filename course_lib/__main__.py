@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 # Commands with an argument parser of their own, in a module that is imported for them alone: (module, help).
 DELEGATED = {
+    "doctor": ("course_lib.doctor.command", "what this machine can do for the course, and how to mend what it cannot"),
     "memory": ("course_lib.memory_command", "GPU memory of a training step; memory --help lists the settings"),
     "plan": ("course_lib.plan_command", "plan --model llama-3.1-8b --gpus 2x24GiB: what to run on these GPUs"),
     "axolotl": (

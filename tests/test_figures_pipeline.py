@@ -56,6 +56,17 @@ def test_weights_and_chunks_look_different_in_grey(drawn):
     assert len({kind[1] for kind in pictures.KINDS.values()}) == 3
 
 
+def test_several_schedules_stand_below_each_other(drawn):
+    pairs = {name: (lines(name, 2, 4, send=0.1), lines(name, 2, 4)) for name in ("naive", "gpipe", "zero_bubble")}
+    alt = pictures.schedules(pairs, title="all").alt
+    titles = [axis.get_title(loc="left") for axis in drawn[0].axes]
+    assert len(titles) == 6 and titles[0].startswith("naive, real run") and titles[3] == "gpipe, ideal: 20% idle"
+    assert f"naive idles {pairs['naive'][0].bubble:.1%} in the real run and 50.0% in the ideal" in alt
+    assert not any(axis.texts for axis in drawn[0].axes)
+    with pytest.raises(ValueError, match="at least one schedule"):
+        pictures.schedules({}, title="none")
+
+
 def test_what_stages_hold_is_told_bar_by_bar(drawn):
     alt = pictures.in_flight({"gpipe": [8, 8], "1f1b": [2, 1]}, title="held").alt
     assert "gpipe: 8, 8; 1f1b: 2, 1" in alt

@@ -65,7 +65,42 @@ def schedule(real: Timeline, ideal: Timeline, *, title: str) -> Image:
     )
 
 
-def _lanes(axis: Any, timeline: Timeline, ranks: int, scale: float) -> None:
+def schedules(pairs: Mapping[str, tuple[Timeline, Timeline]], *, title: str) -> Image:
+    """Several schedules, a line each: as it ran on the left, the ideal on the right, each filling its width.
+
+    Args:
+        pairs: schedule -> (real, ideal), as `schedule` takes them.
+
+    Raises:
+        ValueError: nothing to draw.
+    """
+    from matplotlib.patches import Patch
+
+    if not pairs:
+        raise ValueError("Give at least one schedule, with its real and its ideal timeline.")
+    figure, axes = new_figure(width=9.0, height=1.0 + 0.95 * len(pairs), rows=len(pairs), columns=2)
+    told, kinds = [], set()
+    for row, (name, both) in enumerate(pairs.items()):
+        for axis, words, timeline in zip(axes[2 * row : 2 * row + 2], ("real run", "ideal"), both, strict=True):
+            _lanes(axis, timeline, len(timeline.in_flight), 1e3, numbers=False)
+            axis.set_title(f"{name}, {words}: {timeline.bubble:.0%} idle", fontsize=8, loc="left")
+            axis.set_xticks([])
+            axis.set_yticks(
+                [0, len(timeline.in_flight) - 1], ["rank 0", f"rank {len(timeline.in_flight) - 1}"], fontsize=7
+            )
+            kinds |= {event.kind for event in timeline.events}
+        told.append(f"{name} idles {both[0].bubble:.1%} in the real run and {both[1].bubble:.1%} in the ideal")
+    legend = {
+        text: Patch(facecolor=colour, hatch=hatch, edgecolor="black", linewidth=0.4)
+        for kind, (colour, hatch, text) in KINDS.items()
+        if kind in kinds
+    } | {"idle": Patch(facecolor=IDLE)}
+    figure.suptitle(title, fontsize=10)
+    figure.legend(legend.values(), legend.keys(), frameon=False, ncols=len(legend), loc="outside lower center")
+    return picture(figure, f"{title}; time runs to the right, each line fills the width: {'; '.join(told)}.")
+
+
+def _lanes(axis: Any, timeline: Timeline, ranks: int, scale: float, *, numbers: bool = True) -> None:
     axis.grid(False)
     start, width = timeline.events[0].start * scale, timeline.seconds * scale
     axis.barh(range(ranks), width, height=0.86, color=IDLE, zorder=0)
@@ -79,7 +114,7 @@ def _lanes(axis: Any, timeline: Timeline, ranks: int, scale: float) -> None:
                          edgecolor=colour if pale else "white", zorder=2)  # fmt: skip
         axis.broken_barh([(left, wide)], (event.rank - 0.43, 0.86), facecolors="none", edgecolor="black", linewidth=0.5,
                          zorder=2)  # fmt: skip
-        if wide > 0.016 * width:
+        if numbers and wide > 0.016 * width:
             axis.text(left + wide / 2, event.rank, str(event.micro_batch), ha="center", va="center",
                       fontsize=6 if small else 8, zorder=3,
                       bbox=None if not hatch else {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.8})  # fmt: skip
