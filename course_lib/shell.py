@@ -31,7 +31,8 @@ def shell(command: str, *, timeout: float = 120.0, check: bool = True, **environ
     Args:
         command: one command line, without shell syntax.
         timeout: seconds after which it is ended.
-        check: raise when the command fails.
+        check: raise when the command fails or does not end in time; False gives back what it printed, then with a last
+            line that says so.
         environment: variables set for it.
 
     Raises:
@@ -72,9 +73,10 @@ class Background:
             code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.end()
-            raise RuntimeError(
-                f"`{self.command}` did not end within {timeout:g} s and was ended{self._tail()}"
-            ) from None
+            said = f"`{self.command}` did not end within {timeout:g} s and was ended"
+            if check:
+                raise RuntimeError(f"{said}{self._tail()}") from None
+            return f"{self._printed()}\n{said}.\n"
         except BaseException:  # Ctrl-C
             self.end()
             raise

@@ -180,6 +180,12 @@ def test_a_timeout_ends_the_whole_tree(script, mark, monkeypatch):
     assert 1.5 <= time.monotonic() - began < 4
 
 
+def test_what_was_printed_before_a_timeout_is_not_lost(script, mark):
+    printed = shell(f"python {script(TREE)} {mark}", timeout=1.5, check=False)
+    assert printed.startswith("started\n") and printed.endswith("did not end within 1.5 s and was ended.\n")
+    assert not running(mark)
+
+
 def test_ctrl_c_ends_the_whole_tree(script, mark):
     seen = []
 
