@@ -201,6 +201,25 @@ def test_every_lesson_has_its_lab_and_its_solution() -> None:
     assert all(re.fullmatch(r"0[1-8]_[a-z0-9_]+\.ipynb", name) for name in lessons), lessons
 
 
+def test_every_notebook_leads_on() -> None:
+    """From a lesson to its neighbours, its lab and the map; from a lab and a solution to its lesson, the next and the map."""
+    lessons = sorted(path for path in NOTEBOOKS if path.parent == ROOT / "lessons" and not path.name.startswith("00_"))
+    assert lessons
+    for number, path in enumerate(lessons):
+        beside = [lessons[other] for other in (number - 1, number + 1) if 0 <= other < len(lessons)]
+        lab = ROOT / "labs" / path.name
+        wanted = {
+            path: [*beside, lab, ROOT / "lessons" / "00_start_here.ipynb"],
+            lab: [path, *beside[number > 0 :], ROOT / "lessons" / "00_start_here.ipynb"],
+            ROOT / "solutions" / path.name: [path, *beside[number > 0 :], ROOT / "lessons" / "00_start_here.ipynb"],
+        }
+        for notebook, targets in wanted.items():
+            words = text_of(notebook) or ""
+            linked = {(notebook.parent / link).resolve() for link in re.findall(r"\]\(([\w./]+\.ipynb)\)", words)}
+            missing = [target.name for target in targets if target not in linked]
+            assert not missing, f"{notebook.relative_to(ROOT)} does not link to {missing}"
+
+
 def pins(name: str) -> dict[str, str]:
     """{package: version} of a requirements file, where every line must be an exact pin."""
     found = {}
