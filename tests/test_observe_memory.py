@@ -77,7 +77,9 @@ def test_ddp_and_fsdp_collectives_and_bytes_by_category():
             assert peak > sum(categories.values()) - kept, name
         shard = {"parameters": weights // 2, "gradients": weights // 2, "optimizer_state": weights + states}
         assert found["fsdp"].items() >= (shard | {"activations": kept}).items()
-        assert found["fsdp shard"] == weights // 2 and found["fsdp"] == other["fsdp"]
+        # the peak of a rank that runs ahead may hold a gathered weight longer
+        equal = {name: size for name, size in found["fsdp"].items() if name != "peak"}
+        assert found["fsdp shard"] == weights // 2 and other["fsdp"].items() >= equal.items()
     assert run.memory[0].items() >= run.results[0]["fsdp"].items()  # the last measured step is the launch's own report
 
     for rank in (0, 1):
