@@ -51,7 +51,7 @@ def summary(found: Sequence[Finding], seconds: float) -> str:
         end = f"{count[PROBLEM]} problem{'s' * (count[PROBLEM] > 1)}, with what mends {'them' if count[PROBLEM] > 1 else 'it'} above"
     else:
         end = "every lesson runs here"
-    return f"{end} ({count[OK]} ok, {count[NOTE]} notes, {seconds:.1f} s)"
+    return f"{end} ({count[OK]} ok, {count[NOTE]} note{'s' * (count[NOTE] != 1)}, {seconds:.1f} s)"
 
 
 if __name__ == "__main__":
