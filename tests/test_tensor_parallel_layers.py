@@ -15,9 +15,9 @@ from torch import nn
 from course_lib.data import IGNORED
 from course_lib.launch import launch
 from course_lib.training import megatron_linears
+from course_lib.training.gradients import all_reduce_gradients
 from course_lib.training.tensor_parallel_layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from course_lib.training.tensor_parallel_loss import vocab_parallel_cross_entropy
-from course_lib.training.tensor_parallel_sends import sum_gradients
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 
@@ -56,7 +56,7 @@ def on_three():
             whole_y = torch.cat(parts, 1)
         y.square().sum().backward()
         partial = [p for layer in layers for p in layer.parameters() if getattr(p, "partial_gradient", False)]
-        sum_gradients(partial, group)
+        all_reduce_gradients(partial, group)
         out[cut] = whole_y, [p.grad for layer in layers for p in layer.parameters()], len(partial), tuple(x.shape)
     for scale in (1.0, 1e4):
         logits, labels = logits_and_labels(scale)

@@ -19,6 +19,7 @@ from course_lib.observe import observe, sent_bytes
 from course_lib.parallel.grid import Grid
 from course_lib.training.building import build_optimizer
 from course_lib.training.command_line import run
+from course_lib.training.gradients import all_reduce_gradients
 from course_lib.training.outcome import Outcome
 from course_lib.training.ring_attention import positions, ring_attention, runs, scores_computed
 from course_lib.training.split import micro_batch_size
@@ -87,7 +88,7 @@ def train(
             total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
             loss = total / (global_batch * (seq_len - 1))
             loss.backward()
-            sum_over_ranks(model.parameters())
+            all_reduce_gradients(model.parameters())
             update.step()
             update.zero_grad()
         sent.append(sent_bytes())
@@ -126,16 +127,6 @@ def _attention(module, query, key, value, attention_mask, *, scaling, ring, layo
     assert attention_mask is None, "the ring's mask is causal, and follows from the positions"
     out = ring_attention(query, key, value, group=ring, scale=scaling, layout=layout)
     return out.transpose(1, 2).contiguous(), None
-
-
-@torch.no_grad()
-def sum_over_ranks(parameters: Any, group: dist.ProcessGroup | None = None) -> None:
-    """Replace every gradient by its sum over the group's ranks, in one all-reduce."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    flat = torch.cat([g.reshape(-1) for g in gradients])
-    dist.all_reduce(flat, group=group)
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from course_lib.observe import observe, sent_bytes
 from course_lib.training.building import build_optimizer
 from course_lib.training.command_line import run
 from course_lib.training.expert_parallel_layer import MixtureOfExperts, check_choice, check_spread
+from course_lib.training.gradients import all_reduce_gradients
 from course_lib.training.outcome import Outcome
 from course_lib.training.split import micro_batch_size
 
@@ -125,11 +126,7 @@ def average(common: list[torch.nn.Parameter], own: list[torch.nn.Parameter], ran
     What all ranks hold has seen its rank's tokens alone, so its gradients are summed over the ranks. An expert has seen
     everyone's tokens already; its gradient is whole, and only the mean's division is left.
     """
-    gradients = [p.grad for p in common]
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat)
-    for gradient, part in zip(gradients, (flat / ranks).split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    all_reduce_gradients(common, mean=True)
     for parameter in own:
         parameter.grad /= ranks
 

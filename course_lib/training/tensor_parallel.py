@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from course_lib.data import sample_batch
@@ -20,6 +19,7 @@ from course_lib.models import tiny_llama
 from course_lib.observe import observe, sent_bytes
 from course_lib.training.building import build_optimizer, choose
 from course_lib.training.command_line import run
+from course_lib.training.gradients import local
 from course_lib.training.outcome import Outcome
 from course_lib.training.split import micro_batch_size
 from course_lib.training.tensor_parallel_count import CountCollectives
@@ -105,11 +105,6 @@ def _split(whole: Any, implementation: str, sequence_parallel: bool, device: tor
     net = shard_tensors(whole, mesh, sequence_parallel=sequence_parallel, gather_logits=False)
     # The norms' gradients are DTensors that know they are partial sums: the optimizer's step sums them.
     return net, lambda batch: net(input_ids=batch, labels=batch).loss, lambda: None
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def summary(seen: list[tuple[str, int]]) -> dict[str, tuple[int, int]]:

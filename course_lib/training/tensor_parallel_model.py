@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from course_lib.data import IGNORED
+from course_lib.training.gradients import all_reduce_gradients
 from course_lib.training.tensor_parallel_layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -20,7 +21,6 @@ from course_lib.training.tensor_parallel_sends import (
     copy_to_ranks,
     gather_sequence,
     join_parts,
-    sum_gradients,
     take_part,
 )
 from course_lib.training.tensor_parallel_split import check_split
@@ -140,7 +140,7 @@ class TensorParallelLlama(nn.Module):
 
         Without sequence parallelism every rank has seen all of it, and nothing is sent.
         """
-        sum_gradients([p for p in self.parameters() if getattr(p, "partial_gradient", False)], self.group)
+        all_reduce_gradients([p for p in self.parameters() if getattr(p, "partial_gradient", False)], self.group)
 
 
 def rotate(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

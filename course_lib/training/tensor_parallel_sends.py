@@ -115,17 +115,6 @@ def join_parts(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _JoinParts.apply(x, group)
 
 
-def sum_gradients(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum gradients over the ranks in place, all in one all-reduce: of weights that saw a part of the sequence each."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
-        return
-    flat = torch.cat([g.flatten() for g in gradients])
-    dist.all_reduce(flat, group=group)
-    for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(summed.view_as(gradient))
-
-
 def _all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     summed = x.clone(memory_format=torch.contiguous_format)  # all_reduce writes in place, and x is not ours
     dist.all_reduce(summed, group=group)

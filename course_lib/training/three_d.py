@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import DTensor
 
 from course_lib.data import sample_batch
 from course_lib.models import load, tiny_llama
@@ -22,6 +21,7 @@ from course_lib.observe import observe, sent_bytes
 from course_lib.parallel.grid import Grid
 from course_lib.training.building import build_optimizer, choose
 from course_lib.training.command_line import run
+from course_lib.training.gradients import all_reduce_gradients, local
 from course_lib.training.outcome import Outcome
 from course_lib.training.pipeline_stage import LlamaStage, split_layers, token_loss
 from course_lib.training.split import micro_batch_size
@@ -116,8 +116,8 @@ def train(
                 **({"target": batch, "losses": parts} if stage.is_last else {}),
                 return_outputs=False,
             )
-            if not shard_data:
-                average_gradients(part, mesh["dp"])
+            if not shard_data and dp > 1:
+                all_reduce_gradients(part.parameters(), mesh["dp"].get_group(), mean=True)  # what DDP does
             update.step()
             update.zero_grad()
         sent.append(sent_bytes())
@@ -154,23 +154,6 @@ def split(model: Any, mesh: DeviceMesh, layers: range, device: torch.device, *, 
             fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=False)
         fully_shard(part, mesh=mesh["dp"], reshard_after_forward=False)
     return part
-
-
-@torch.no_grad()
-def average_gradients(part: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """What DDP does, in one message: each gradient becomes its mean over the mesh's ranks, which hold the same weights."""
-    if mesh.size() == 1:
-        return
-    gradients = [local(p.grad) for p in part.parameters() if p.grad is not None]
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat, group=mesh.get_group())
-    for gradient, mean in zip(gradients, (flat / mesh.size()).split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(mean.view_as(gradient))
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor lies on this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def held(part: LlamaStage, first: int) -> dict[str, Any]:
