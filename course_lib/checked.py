@@ -16,6 +16,13 @@ def positive(**numbers: Any) -> None:
             raise ValueError(f"{name}={value!r}: give a number above 0.")
 
 
+def check_counts(**counts: Any) -> None:
+    """Raises ValueError where one is no whole number of at least 1."""
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}={value!r}: give a whole number of at least 1.")
+
+
 def pick(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Raises ValueError for a value that is none of `choices`; the nearest one is offered."""
     if value not in choices:

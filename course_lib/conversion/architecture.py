@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from course_lib.checked import check_counts
+
 PAD_TO = 128  # Megatron's --make-vocab-size-divisible-by, for each tensor-parallel rank
 
 
@@ -76,9 +78,7 @@ class Architecture:
         A ``padded`` vocabulary always divides. More ranks than key/value heads are refused too: whoever
         repeats a head on several ranks must also keep its copies in step during training, and no shard says who did.
         """
-        for name, size in (("tp", tp), ("pp", pp)):
-            if type(size) is not int or size < 1:
-                raise ValueError(f"{name}={size!r}: give a whole number of at least 1.")
+        check_counts(tp=tp, pp=pp)
         parts = {
             "attention heads": self.heads,
             "key/value heads (each rank needs whole ones of its own)": self.kv_heads,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
-from course_lib.checked import positive
+from course_lib.checked import check_counts, positive
 
 _FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -39,8 +39,7 @@ def bus_factor(collective: str, ranks: int) -> float:
         near = difflib.get_close_matches(str(collective).lower(), _FACTORS, 1, 0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(_FACTORS)}."
         raise ValueError(f"collective={collective!r} is not known: {hint}")
-    if type(ranks) is not int or ranks < 1:
-        raise ValueError(f"ranks={ranks!r}: give a whole number of at least 1.")
+    check_counts(ranks=ranks)
     return _FACTORS[collective](ranks)
 
 

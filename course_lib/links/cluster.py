@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from course_lib.checked import pick
+from course_lib.checked import check_counts, pick
 from course_lib.links.cost import bytes_given, seconds
 from course_lib.links.link import Link, link
 
@@ -34,10 +34,7 @@ class Cluster:
     outer_links: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "nodes", "outer_links"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r}: give a whole number of at least 1.")
+        check_counts(gpus=self.gpus, nodes=self.nodes, outer_links=self.outer_links)
         object.__setattr__(self, "inner", link(self.inner))
         object.__setattr__(self, "outer", link(self.outer))
 

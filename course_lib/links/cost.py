@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from course_lib.checked import pick
+from course_lib.checked import check_counts, pick
 from course_lib.links.link import Link, link
 
 COLLECTIVES = ("broadcast", "reduce", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "gather", "scatter")
@@ -129,8 +129,7 @@ def path(algorithm: str, collective: str, ranks: int) -> Path:
     if collective not in _PATHS[algorithm]:
         others = ", ".join(algorithms(collective))
         raise ValueError(f"There is no {collective} by {algorithm} here: choose one of {others}.")
-    if type(ranks) is not int or ranks < 1:
-        raise ValueError(f"ranks={ranks!r}: give a whole number of at least 1.")
+    check_counts(ranks=ranks)
     if algorithm in ("doubling", "halving") and collective != "all_reduce" and ranks & (ranks - 1):
         raise ValueError(f"ranks={ranks}: {algorithm} of {collective} pairs all ranks off, so take a power of two.")
     return Path(0, 0.0) if ranks == 1 else _PATHS[algorithm][collective](ranks)

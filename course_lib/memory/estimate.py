@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from course_lib.checked import check_counts
 from course_lib.memory import settings
 from course_lib.memory.breakdown import Breakdown
 from course_lib.memory.cards import Card
@@ -106,7 +107,7 @@ def estimate(
     t, p = tensor_parallel, pipeline_parallel
     if not (type(ranks) is type(t) is type(p) is type(context_parallel) is type(micro_batch) is type(seq_len)
             is type(micro_batches) is int) or min(ranks, t, p, context_parallel, micro_batch, seq_len, micro_batches) < 1:  # fmt: skip
-        settings.check_counts(
+        check_counts(
             ranks=ranks, tensor_parallel=t, pipeline_parallel=p, context_parallel=context_parallel,
             micro_batch=micro_batch, seq_len=seq_len, micro_batches=micro_batches,
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from course_lib.checked import check_counts
 from course_lib.memory import settings
 from course_lib.memory.blocks import Numerics
 
@@ -64,7 +65,7 @@ def run_of(
         device=device, checkpointing=checkpointing, attention=attention,
     )  # fmt: skip
     settings.check_method(method, optimizer, strategy, offload, lora_rank)
-    settings.check_counts(bucket_elements=bucket_elements)
+    check_counts(bucket_elements=bucket_elements)
     if type(reshard) is not bool:
         raise ValueError(f"reshard={reshard!r}: give True or False.")
     mixed, sharding, full = precision.endswith("mixed"), strategy in SHARDING, method == "full"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from course_lib.checked import pick
+from course_lib.checked import check_counts, pick
 from course_lib.memory.cards import Card, card
 from course_lib.memory.shapes import Shape
 
@@ -30,13 +28,6 @@ def check_choices(**chosen: str) -> None:
                 f"precision={value!r}: weights in 4 bits cannot be trained themselves: that is method='qlora'."
             )
         pick(name, value, CHOICES[name])
-
-
-def check_counts(**counts: Any) -> None:
-    """Raises ValueError where one is no whole number of at least 1."""
-    for name, value in counts.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name}={value!r}: give a whole number of at least 1.")
 
 
 def check_parallel(

@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
+from course_lib.checked import check_counts
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -46,10 +48,7 @@ class Shape:
     name: str = "a model"
 
     def __post_init__(self) -> None:
-        for field in ("layers", "hidden", "heads", "vocab"):
-            value = getattr(self, field)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{field}={value!r}: give a whole number of at least 1.")
+        check_counts(layers=self.layers, hidden=self.hidden, heads=self.heads, vocab=self.vocab)
         for field, default in (
             ("kv_heads", self.heads),
             ("head_dim", self.hidden // self.heads),

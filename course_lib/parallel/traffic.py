@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from course_lib.checked import pick
+from course_lib.checked import check_counts, pick
 from course_lib.memory.shapes import Shape
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
@@ -86,7 +86,7 @@ def tensor_parallel(
     Raises:
         ValueError: numbers below 1, heads or kv heads that do not divide, a sequence that cannot be cut.
     """
-    _whole(tp=tp, micro_batch=micro_batch, seq_len=seq_len, element=element)
+    check_counts(tp=tp, micro_batch=micro_batch, seq_len=seq_len, element=element)
     if shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
         raise ValueError(
             f"tp={tp}: {shape.heads} heads and {shape.kv_heads} kv heads do not divide over so many ranks: take a "
@@ -136,7 +136,7 @@ def pipeline(
     Raises:
         ValueError: numbers below 1, more stages than layers, a sequence that cannot be cut.
     """
-    _whole(pp=pp, chunks=chunks, micro_batch=micro_batch, seq_len=seq_len, tp=tp, cp=cp, element=element)
+    check_counts(pp=pp, chunks=chunks, micro_batch=micro_batch, seq_len=seq_len, tp=tp, cp=cp, element=element)
     if pp * chunks > shape.layers:
         raise ValueError(f"{shape.layers} layers do not fill pp={pp} x chunks={chunks} stages: take fewer.")
     parts = cp * (tp if sequence_parallel else 1)
@@ -174,7 +174,7 @@ def data_parallel(
     Raises:
         ValueError: an unknown strategy; numbers below 1.
     """
-    _whole(dp=dp, element=element, grad_element=grad_element)
+    check_counts(dp=dp, element=element, grad_element=grad_element)
     pick("strategy", strategy, STRATEGIES)
     if not num_parameters > 0:
         raise ValueError(f"num_parameters={num_parameters!r}: give a number above 0.")
@@ -210,7 +210,7 @@ def context_parallel(
     Raises:
         ValueError: numbers below 1, a sequence that cannot be cut.
     """
-    _whole(cp=cp, micro_batch=micro_batch, seq_len=seq_len, tp=tp, element=element)
+    check_counts(cp=cp, micro_batch=micro_batch, seq_len=seq_len, tp=tp, element=element)
     if seq_len % cp:
         raise ValueError(f"seq_len={seq_len} does not divide over cp={cp} ranks: take a multiple of {cp} tokens.")
     if cp == 1:
@@ -218,9 +218,3 @@ def context_parallel(
     heads = max(shape.kv_heads // tp, 1)
     size = 2 * micro_batch * (seq_len // cp) * heads * shape.head_dim * element
     return [Message("send", (3 * cp - 2) * shape.layers, size, "cp")]
-
-
-def _whole(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name}={value!r}: give a whole number of at least 1.")

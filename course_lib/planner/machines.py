@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from course_lib.axolotl_check.gpus import cluster as read_cards
+from course_lib.checked import check_counts
 from course_lib.links import Cluster, Link, link
 from course_lib.memory import CARDS, Card
 
@@ -100,8 +101,7 @@ def machines(
         changed["outer"] = link(outer)
     for name, value in (("outer_links", outer_links), ("host_memory", host_memory)):
         if value is not None:
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r}: give a whole number of at least 1.")
+            check_counts(**{name: value})
             changed[name] = value
     return replace(found, **changed) if changed else found
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from course_lib.checked import pick, positive
+from course_lib.checked import check_counts, pick, positive
 from course_lib.memory import Shape
-from course_lib.memory.settings import CHOICES, check_card, check_counts
+from course_lib.memory.settings import CHOICES, check_card
 from course_lib.planner.constants import CONSTANTS, Constants
 from course_lib.planner.machines import Machines, machines
 from course_lib.planner.models import model_shape

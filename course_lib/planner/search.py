@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from course_lib.checked import check_counts
 from course_lib.memory import Shape
 from course_lib.parallel.grid import Grid
 from course_lib.planner.answer import Answer, Plan, Settings
@@ -82,8 +83,7 @@ def plan(
         checkpointing=checkpointing, offload=offload, axes=axes, sequence_parallel=sequence_parallel,
         interleave=interleave, precision=precision, attention=attention, lora_rank=lora_rank, tokens=tokens, constants=constants,
     )  # fmt: skip
-    if type(keep) is not int or keep < 1:
-        raise ValueError(f"keep={keep!r}: give a whole number of at least 1.")
+    check_counts(keep=keep)
     from course_lib.planner.refusing import nothing_fits, refusals
 
     found = Search(asked, keep, prune)
