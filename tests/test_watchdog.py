@@ -124,7 +124,7 @@ def child(folder, rank: int, end: str) -> subprocess.Popen:
 
 def test_the_stack_tells_who_does_not_wait_where_the_beats_cannot(tmp_path):
     """Rank 0 sits in what looks like torch.distributed; rank 1 in a sleep, though a launcher of PyTorch's called it."""
-    package = tmp_path / "torch" / "distributed"
+    package = tmp_path / "site-packages" / "torch" / "distributed"  # elsewhere it would be a program of the learner's
     (package / "elastic").mkdir(parents=True)
     (package / "stub.py").write_text("import time\ndef wait():\n    time.sleep(60)\n")
     (package / "elastic" / "outer.py").write_text("def call(function):\n    function()\n")

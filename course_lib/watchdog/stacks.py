@@ -15,6 +15,7 @@ from course_lib.watchdog.beats import Beat
 
 Stack = list[tuple[str, int, str]]  # (file, line, function), outermost call first
 _LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_OUTERMOST = re.compile(r"( in (<module>|_run_module_as_main|_bootstrap)| *\.\.\.)\n\Z")  # dots: over a hundred calls
 _IN = os.sep + os.path.join("torch", "distributed") + os.sep
 _LAUNCHERS = tuple(_IN + part for part in ("elastic", "launcher", "run.py"))  # what started the rank is no wait
 _WAITING = (
@@ -54,14 +55,21 @@ def ask(beats: list[Beat], folder: str, host: str, seconds: float) -> dict[int, 
             continue
         asked[beat.rank] = path, size
     give_up = time.monotonic() + seconds
-    while time.monotonic() < give_up and not all(path.stat().st_size > size for path, size in asked.values()):
+    while time.monotonic() < give_up and not all(_whole(_told(*where)) for where in asked.values()):
         time.sleep(0.005)
-    time.sleep(0.01)  # a long stack arrives in pieces
-    return {rank: frames for rank, (path, size) in asked.items() if (frames := _frames(path, size))}
+    return {rank: frames for rank, where in asked.items() if (frames := _frames(_told(*where)))}
 
 
-def _frames(path: Path, start: int) -> Stack:
-    text = path.read_bytes()[start:].decode(errors="replace")  # innermost call first
+def _told(path: Path, start: int) -> str:
+    return path.read_bytes()[start:].decode(errors="replace")  # innermost call first
+
+
+def _whole(text: str) -> bool:
+    """Whether the outermost call has arrived: a busy machine may stop the rank between two lines of its stack."""
+    return bool(_OUTERMOST.search(text))
+
+
+def _frames(text: str) -> Stack:
     return [(m["file"], int(m["line"]), m["function"]) for m in _LINE.finditer(text)][::-1]
 
 
