@@ -5,11 +5,11 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-venv setup-active lab test lesson lesson-number labs bench lint clean FORCE
+.PHONY: help setup setup-venv setup-active lab proof test lesson lesson-number labs site bench lint clean FORCE
 
 # python3.11 first: it is the version that the tests were run with.
 PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3)
-EXTRAS ?= lab,offline-models,deepspeed,lightning,axolotl,test
+EXTRAS ?= lab,offline-models,deepspeed,lightning,axolotl,site,test
 
 # A slow line deserves patience; pip keeps its progress bar.
 PIP_DEFAULT_TIMEOUT ?= 60
@@ -145,11 +145,22 @@ setup-active:
 MAP := lessons/00_start_here.ipynb
 
 # JupyterLab refuses root, which is the only user in many containers. Its token stays on either way.
-lab: setup ## set up, show in ten seconds that training on two ranks works here, open JupyterLab
-	@$(RUN) -m course_lib proof
+lab: setup proof ## set up, show once in ten seconds that training on two ranks works here, open JupyterLab
 	$(RUN) -m jupyterlab --ServerApp.root_dir=. $(if $(NO_BROWSER),--no-browser) \
 		$$(test "$$(id -u)" != 0 || echo --allow-root) \
 		$(if $(wildcard $(MAP)),--LabApp.default_url=/lab/tree/$(MAP)) $(LAB_ARGS)
+
+# Once after each set-up: what worked with these packages in this folder works the next time.
+PROVED := build/setup/proved
+proof: setup
+	@set -e; stamp="$$(cat $(if $(ENV),build/setup/active,$(STAMP) requirements.txt requirements-no-deps.txt pyproject.toml) | cksum)"; \
+	if [ "$$(cat $(PROVED) 2>/dev/null)" = "$$stamp" ]; then \
+		echo "Two ranks have trained here before; to see it again: $(PY) -m course_lib proof"; \
+	else \
+		$(RUN) -m course_lib proof; \
+		mkdir -p build/setup; \
+		printf '%s\n' "$$stamp" > $(PROVED); \
+	fi
 
 lesson: lesson-number setup ## run one lesson without a browser (make lesson N=4); the executed copy lands in build/lessons
 	@set -e; mkdir -p build/lessons; \
@@ -183,6 +194,9 @@ test: setup ## set up and run every test; no network is needed after the set-up
 
 labs: setup ## write labs/ again from solutions/
 	@$(PY) -m course_lib.labs
+
+site: setup ## the lessons, labs and instructors' notes as static pages in build/site; no network is needed
+	@$(RUN) site/build.py
 
 bench: setup ## run every benchmark and print its table
 	@ls benchmarks/*.py >/dev/null 2>&1 || echo "benchmarks/ holds no script yet."

@@ -10,6 +10,10 @@ from collections.abc import Sequence
 # Commands with an argument parser of their own, in a module that is imported for them alone: (module, help).
 DELEGATED = {
     "doctor": ("course_lib.doctor.command", "what this machine can do for the course, and how to mend what it cannot"),
+    "workshop": (
+        "course_lib.workshop.command",
+        "a class on one box: preflight, gpus, board, reset, pace, notes, slides",
+    ),
     "memory": ("course_lib.memory_command", "GPU memory of a training step; memory --help lists the settings"),
     "plan": ("course_lib.plan_command", "plan --model llama-3.1-8b --gpus 2x24GiB: what to run on these GPUs"),
     "axolotl": (
@@ -44,14 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _progress() -> int:
-    from course_lib import progress
+    from course_lib import progress, where_you_stand
 
     done = progress.load()
-    for lab, exercises in sorted(done.labs.items()):
-        passed = sum(record.status == "passed" for record in exercises.values())
-        print(f"{lab}: {passed} passed, {len(exercises) - passed} tried")
-    if not done.labs:
-        print("Nothing tried yet: open lessons/00_start_here.ipynb.")
+    for row in where_you_stand.rows(done):
+        off = f", off by {row['off by (median)']}" if row["off by (median)"] else ""
+        kept = f"; {row['predictions measured']} predictions measured{off}" if row["predictions measured"] else ""
+        print(f"{row['lesson']}: {row['exercises passed']} exercises passed{kept}")
+    print(where_you_stand.next_step(done))
     return 0
 
 

@@ -23,10 +23,10 @@ MODULE_LINES = 300
 # The rooms of course_lib and their floors: a room imports from its own floor and from those below, never in a circle.
 FLOORS = {
     "low": "launch observe memory links planner models data ledger progress shell smollm2_copy emulate checked threads "
-    "axolotl_check clusters spikes tracking watchdog parallel plan_files",
+    "axolotl_check clusters spikes tracking watchdog parallel plan_files leases",
     "middle": "training checkpoints collectives checking comparing figures notebook calculator stepper measuring axolotl "
     "resume_check conversion small_run grid_explorer",
-    "top": "checks workshop doctor __main__ labs proof memory_command axolotl_command plan_command",
+    "top": "checks workshop doctor __main__ labs proof memory_command axolotl_command plan_command colab where_you_stand",
 }
 HEIGHTS = {room: height for height, rooms in enumerate(FLOORS.values()) for room in rooms.split()}
 

@@ -60,7 +60,7 @@ def _draw_residuals(axis: Any, rows: Sequence[int], known: Sequence[Any]) -> Non
             style = 0 if name == "unexplained" else names.setdefault(name, len(names) + 1)
             axis.barh(
                 row, percent, left=ends[side], height=0.4, label=name,
-                color=COLOURS[style % 7] if style else UNEXPLAINED, hatch=HATCHES[style % 7], edgecolor="white",
+                color=COLOURS[style % 7] if style else UNEXPLAINED, hatch=HATCHES[(style + style // 7) % 7], edgecolor="white",
             )  # fmt: skip
             ends[side] += percent
         axis.annotate(f" {entry.percent:+.2f} %", (max(ends[1], 0.0), row), va="center", fontsize=9)

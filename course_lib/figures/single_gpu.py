@@ -190,7 +190,12 @@ def learning(
         raise ValueError("Give the training losses and the held-out losses of the same methods, of one at least.")
     figure, (left, right) = new_figure(height=2.9, columns=2)
     for i, (name, losses) in enumerate(curves.items()):
-        how = dict(color=COLOURS[i % 7], linestyle=LINES[i % 7], marker=MARKERS[i % 7], markerfacecolor="none")
+        how = dict(
+            color=COLOURS[i % 7],
+            linestyle=LINES[(i + i // 7) % 7],
+            marker=MARKERS[(i + i // 7) % 7],
+            markerfacecolor="none",
+        )
         left.plot(range(1, len(losses) + 1), losses, label=name, **how)
         right.plot(["before", "after"], held_out[name], label=name, **how)
     left.set(xlabel="optimizer step", ylabel="loss (nats an answer token)", title="training pairs")

@@ -1,0 +1,115 @@
+"""``python -m course_lib workshop preflight --learners 16``: whether this box carries a class.
+
+What the doctor finds for one learner comes first, then what many at once add: cores, memory, disk, limits, GPUs, ports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from course_lib.doctor import examine
+from course_lib.doctor.command import summary, text_of
+from course_lib.doctor.findings import PROBLEM, Finding
+from course_lib.doctor.gpus import driver
+from course_lib.labs import ROOT
+from course_lib.leases import COUNT_VARIABLE, FOLDER_VARIABLE, count_gpus
+from course_lib.workshop import class_needs
+
+
+def for_a_class(learners: int) -> Iterator[Finding]:
+    """What `learners` at once find on this box, beside what one does."""
+    number = cores_here()
+    gpus = gpus_here()
+    yield class_needs.cores(learners, number)
+    yield class_needs.memory(learners, memory_here())
+    yield class_needs.disk(learners, shutil.disk_usage(ROOT).free, cuda=driver() is not None)
+    yield class_needs.shared_memory(learners, class_needs.free_shared_memory(), gpus)
+    yield class_needs.open_files(_limit(resource.RLIMIT_NOFILE))
+    yield class_needs.processes(learners, _limit(resource.RLIMIT_NPROC), tasks_here(), number)
+    yield class_needs.gpus(learners, gpus, os.environ.get(FOLDER_VARIABLE, ""))
+    yield class_needs.ports(learners, class_needs.busy_ports(learners))
+
+
+def gpus_here() -> int:
+    """GPUs to lend; 0 where the driver lists none. Raises ValueError where the variable that says how many is no number."""
+    listed = len(re.findall(r"^GPU \d+:", driver() or "", re.MULTILINE))
+    return count_gpus() if os.environ.get(COUNT_VARIABLE) else listed
+
+
+def cores_here(groups: Path = Path("/sys/fs/cgroup")) -> float:
+    """Cores that this process may use: its affinity, or what the container is given where that is less."""
+    number = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    quota, _, period = _first_line(groups / "cpu.max").partition(" ")
+    if not quota:
+        quota, period = (_first_line(groups / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    return min(number, int(quota) / int(period)) if quota.isdigit() and period.isdigit() else number
+
+
+def memory_here(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory of this box, or what the container is given where that is less."""
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    given = _first_line(groups / "memory.max") or _first_line(groups / "memory" / "memory.limit_in_bytes")
+    return min(size, int(given)) if given.isdigit() else size
+
+
+def tasks_here(groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Processes and threads that the container may have; None for no limit."""
+    given = _first_line(groups / "pids.max") or _first_line(groups / "pids" / "pids.max")
+    return int(given) if given.isdigit() else None
+
+
+def _first_line(path: Path) -> str:
+    """What the kernel says there; empty where there is no such file."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _limit(kind: int) -> int | None:
+    soft = resource.getrlimit(kind)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Examine, and print what was found as it is found. Returns 1 if there is a problem, 2 for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m course_lib workshop preflight",
+        description="Whether this box carries a class, in half a minute.",
+    )
+    parser.add_argument("--learners", type=int, default=16, metavar="N", help="how many work on this box at once (16)")
+    parser.add_argument("--class-only", action="store_true", help="without what the doctor finds for one learner")
+    parser.add_argument("--json", action="store_true", help="all findings as one JSON list")
+    given = parser.parse_args(argv)
+    if not 1 <= given.learners <= 1000:
+        parser.error("--learners takes 1 to 1000")
+    try:
+        gpus_here()
+    except ValueError as error:
+        parser.error(str(error))
+    began, found = time.perf_counter(), []
+    for findings in ([] if given.class_only else [examine()]) + [for_a_class(given.learners)]:
+        for finding in findings:
+            found.append(finding)
+            if not given.json:
+                print(text_of(finding), flush=True)
+    if given.json:
+        print(json.dumps([asdict(finding) for finding in found], indent=2))
+    else:
+        said = summary(found, time.perf_counter() - began)
+        print(said.replace("every lesson runs here", f"this box carries {given.learners} learners"))
+    return int(any(finding.level == PROBLEM for finding in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

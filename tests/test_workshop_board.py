@@ -1,0 +1,221 @@
+"""The class's page: every progress file is somebody else's input."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from course_lib.progress import ExerciseRecord, LedgerRecord, Progress
+from course_lib.workshop import board, board_page, class_files, notebooks, standing
+
+LABS = notebooks.labs()
+LAB5 = "05_deepspeed_zero"
+OLD = "2020-01-01T10:00:00+00:00"
+
+
+class Read(HTMLParser):
+    """What a browser would make of the page: its tags, and the text of each table row."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.attributes, self.rows, self._row = [], [], [], None
+        self.feed(text)
+        self.close()
+        self.rows = [[cell.strip() for cell in row] for row in self.rows]
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += [(tag, *one) for one in attributes]
+        if tag == "tr":
+            self._row = []
+            self.rows.append(self._row)
+        elif tag in ("td", "th") and self._row is not None:
+            self._row.append("")
+
+    def handle_data(self, data):
+        if self._row:
+            self._row[-1] += data
+
+    def row(self, name: str) -> list[str]:
+        [found] = [row for row in self.rows if row[0] == name]
+        return found
+
+
+def learner(folder: Path, name: str, *tries: tuple[str, str, int], message: str = "off by 2", when: str = OLD) -> Path:
+    """A progress file with (exercise of lab 5, status, tries)."""
+    records = {exercise: ExerciseRecord(status, n, when, message=message) for exercise, status, n in tries}
+    path = folder / name / "progress.json"
+    path.parent.mkdir()
+    path.write_text(Progress({LAB5: records}, {}).to_json())
+    os.utime(path, (1.6e9, 1.6e9))
+    return path
+
+
+def table(folder: Path, order: str = "name") -> Read:
+    return Read(board.Board(str(folder)).table(order))
+
+
+def test_the_number_of_exercises_is_that_of_the_checks():
+    from course_lib.labs import find_lab
+
+    checks = find_lab("04_ddp_accelerate").exercises.values()
+    assert [(one.name, one.minutes) for one in LABS["04_ddp_accelerate"]] == [(one.name, one.minutes) for one in checks]
+    assert len(LABS) == 8 and min(map(len, LABS.values())) >= 6
+
+
+def test_a_row_tells_what_was_passed_tried_and_where_somebody_is_stuck(tmp_path):
+    learner(tmp_path, "ada", ("partition", "passed", 9), ("reshard", "not yet", 5), ("choose_stage", "not yet", 4))
+    learner(tmp_path, "bob", ("partition", "passed", 1), ("reshard", "passed", 1), ("choose_stage", "passed", 1))
+    (tmp_path / "eve").mkdir()
+    (tmp_path / "seats.txt").write_text("a list of the instructor's")
+    page = table(tmp_path)
+    ada = page.row("ada")
+    assert (ada[5], ada[1], ada[9]) == ("1/72 tried", "0/8", f"1/{sum(map(len, LABS.values()))}2 tried")
+    assert ada[10] == "Lab 5 · 5. A checkpoint for other ranks: 5 triesoff by 2"
+    assert "days ago" in ada[11] and page.row("eve")[11] == "none yet"
+    assert page.row("Median passed")[5] == "1"
+    assert [row[0] for row in page.rows[1:-1]] == ["ada", "bob", "eve"]
+    assert [row[0] for row in table(tmp_path, "passed").rows[1:-1]] == ["bob", "ada", "eve"]
+    assert table(tmp_path, "silent").rows[1][0] == "eve" and table(tmp_path, "stuck").rows[1][0] == "ada"
+    scopes = [value for tag, name, value in page.attributes if (tag, name) == ("th", "scope")]
+    assert scopes.count("col") == 12 and scopes.count("row") == 4 and "caption" in page.tags
+
+
+def test_the_last_sign_of_life_is_the_newest_that_is_not_in_the_future(tmp_path):
+    path = learner(tmp_path, "ada", ("partition", "passed", 1), when="2999-01-01T00:00:00+00:00")
+    [one] = board.Board(str(tmp_path)).read()
+    assert standing.last_sign(one) == 1.6e9  # a later try changes the file's time alone
+    path.write_text(Progress({}, {"05": {"x": LedgerRecord("x", "s", when="2021-01-01T00:00:00+00:00")}}).to_json())
+    os.utime(path, (1.6e9, 1.6e9))
+    [one] = board.Board(str(tmp_path)).read()
+    assert standing.last_sign(one) == 1609459200
+    assert [board_page.ago(seconds) for seconds in (-5, 59, 61, 7200, 200_000)] == [
+        "just now", "just now", "1 min ago", "2 h ago", "2 days ago",
+    ]  # fmt: skip
+
+
+HOSTILE = {
+    "ten megabytes": (b'{"a": "' + b"x" * 10 * 2**20, "larger than 4,194,304 bytes"),
+    "deep": (b"[" * 100_000, "not a progress file: RecursionError"),
+    "NaN": (b'{"version": 1, "labs": {}, "ledger": {"l": {"x": {"name": "x", "unit": "s", "predicted": NaN}}}}', "NaN"),
+    "newer": (b'{"version": 99}', "newer version of the course"),
+    "version": (b'{"version": "<script>"}', "unknown format '<script>'"),
+    "no text": (b"\xff\xfe", "codec can't decode"),
+    "digits": (b'{"version": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
+    "other types": (json.dumps({"version": 1, "labs": {LAB5: [1]}, "ledger": {}}).encode(), "not a progress file"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_damaged_file_is_a_row_and_never_breaks_the_page(tmp_path, case):
+    data, why = HOSTILE[case]
+    learner(tmp_path, "ada", ("partition", "passed", 1))
+    (tmp_path / "mallory.json").write_bytes(data)
+    page = table(tmp_path)
+    said = page.row("mallory")[1]
+    assert said.startswith("cannot be read: ") and why in said and len(said) < 150
+    assert page.row("ada")[5] == "1/7" and "script" not in page.tags
+
+
+def test_links_and_pipes_are_refused_and_nobody_waits(tmp_path, monkeypatch):
+    secret = learner(tmp_path, "secret", ("partition", "passed", 1))
+    folder = tmp_path / "class"
+    for name in ("linked", "piped", "nested"):
+        (folder / name).mkdir(parents=True)
+    (folder / "linked" / "progress.json").symlink_to("/etc/passwd")
+    os.mkfifo(folder / "piped" / "progress.json")
+    (folder / "nested" / "progress.json").mkdir()
+    (folder / "whole").symlink_to(secret.parent)
+    page = table(folder)
+    for name, why in {
+        "linked": "a symbolic link",
+        "piped": "a named pipe",
+        "nested": "a folder",
+        "whole": "a symbolic link",
+    }.items():
+        assert page.row(name)[1].startswith(f"cannot be read: {why}"), page.row(name)
+    by_pattern = table(folder / "*" / "progress.json")
+    assert by_pattern.row("whole")[1] == "cannot be read: the folder is a link, or no folder"
+    # Exchanged for a pipe, or for a link, after the first look: opening neither waits nor follows.
+    real = class_files._regular
+    for name, why in {"piped": "a named pipe", "linked": "a symbolic link"}.items():
+        looks = []
+        monkeypatch.setattr(
+            class_files, "_regular", lambda state, looks=looks: looks.append(1) if not looks else real(state)
+        )
+        only = tmp_path / f"only-{name}"
+        only.mkdir()
+        os.rename(folder / name, only / name)
+        assert f"cannot be read: {why}" in table(only).row(name)[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="POSIX permissions")
+def test_a_file_without_permission_is_a_row():
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # the session's own folder is closed to another user
+        os.chmod(folder, 0o755)
+        path = learner(Path(folder), "ada", ("partition", "passed", 1))
+        path.chmod(0o000)
+        root = os.geteuid() == 0
+        try:
+            if root:  # root may read anything
+                os.seteuid(65534)
+            assert table(Path(folder)).row("ada")[1] == "cannot be read: permission denied"
+        finally:
+            if root:
+                os.seteuid(0)
+            path.chmod(0o600)
+
+
+def test_names_and_messages_are_shown_as_they_are_and_never_as_markup(tmp_path):
+    attack = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+    name = "<b onclick='x'>&\"\u202egnitaehc\u0007\u200b"
+    path = learner(tmp_path, name, ("reshard", "not yet", 7), message=attack + "\udcff\u202e" + "z" * 3000)
+    raw = json.loads(path.read_text())
+    raw["labs"]["<script>lab</script>"] = {"<img>": raw["labs"][LAB5]["reshard"]}
+    raw["labs"][LAB5]["<iframe>"] = raw["labs"][LAB5]["reshard"]
+    path.write_text(json.dumps(raw))
+    learner(tmp_path, "Zoë \u0301\u0301\u0301\u0301 O'Neill " + "n" * 90, ("partition", "passed", 10**400))
+    text = board.Board(str(tmp_path)).table("name")
+    page = Read(text)
+    assert not {"script", "img", "b onclick", "iframe"} & set(page.tags)
+    assert not [one for one in page.attributes if one[1].startswith("on") or one[1] in ("src", "style")]
+    row = page.rows[1]
+    assert row[0] == "<b onclick='x'>&\" gnitaehc"
+    assert attack in row[10] and row[10].endswith("…") and len(row[10]) < 200
+    assert row[11].endswith("2 tried that this course does not have")
+    zoe = page.rows[2][0]
+    assert zoe.startswith("Zoë \u0301\u0301 O'Neill nn") and len(zoe) == class_files.NAME_LENGTH and zoe.endswith("…")
+    assert not set(text) & set("\u202e\u200b\u0007\udcff")
+
+
+def test_a_pattern_names_learners_by_its_wildcard_part(tmp_path):
+    for name in ("ada", "bob"):
+        (tmp_path / name / "data").mkdir(parents=True)
+    learner(tmp_path / "ada" / "data", "course", ("partition", "passed", 1))
+    page = table(tmp_path / "*" / "data" / "course" / "progress.json")
+    assert page.row("ada")[5] == "1/7" and page.row("bob")[11] == "none yet"
+    with pytest.raises(ValueError, match="only one part may hold a wildcard"):
+        board.Board(str(tmp_path / "*" / "c*" / "progress.json"))
+    with pytest.raises(ValueError, match="not a folder"):
+        board.Board(str(tmp_path / "nobody"))
+
+
+def test_a_file_is_read_again_only_when_it_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(board, "LOOKS_APART", 0)
+    path = learner(tmp_path, "ada", ("partition", "passed", 1))
+    reads = []
+    real = Progress.from_json
+    monkeypatch.setattr(class_files.Progress, "from_json", lambda text: reads.append(1) or real(text))
+    one = board.Board(str(tmp_path))
+    one.read()
+    one.read()
+    assert len(reads) == 1
+    path.write_text("damaged")
+    assert one.read()[0].told is None and len(reads) == 2
+    path.unlink()
+    assert one.read()[0].told == standing.in_short(Progress(), LABS)
