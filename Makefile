@@ -204,10 +204,11 @@ bench: setup ## run every benchmark and print its table
 		if [ -f "$$script" ]; then echo "== $$script"; $(RUN) "$$script"; fi; \
 	done
 
-lint: setup ## ruff, and labs/ in step with solutions/
+lint: setup ## ruff, labs/ in step with solutions/, Colab badges and cells in step with the address
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m course_lib.labs --check
+	@$(PY) -m course_lib.colab --check
 
 clean: ## remove build/ and caches (ALL=1: .venv too); what you did in the notebooks and your progress stay
 	rm -rf build lightning_logs .pytest_cache .ruff_cache $(if $(ALL),.venv)

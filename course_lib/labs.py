@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.checking import Lab
+from course_lib.colab import notebooks as colab
 
 ROOT = Path(__file__).resolve().parent.parent
 STUB = "raise NotImplementedError  # your code here"
@@ -76,6 +77,8 @@ def render(solution_path: str | Path) -> str:
     for number, cell in enumerate(notebook.cells):
         _check_cleared(cell, _name(path, number, cell))
     _retitle(notebook.cells, lab, path)
+    if path.stem in colab.NAMES:
+        colab.place(notebook, f"labs/{path.name}")
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of the run that made the solution's outputs
         if cell.cell_type == "code":

@@ -10,15 +10,28 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from course_lib.doctor.findings import PROBLEM, Finding
+
 SECONDS = 14.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """`told`: what the process printed last, as JSON. `failed`: why it told nothing, in words; empty otherwise."""
+    """`told`: what the process printed last, as JSON. `failed`: why it told nothing, in words; empty otherwise.
+
+    `slow`: it failed only by not answering in time, which says more about the machine than about what was asked.
+    """
 
     told: dict[str, Any] = field(default_factory=dict)
     failed: str = ""
+    slow: bool = False
+
+    def finding(self, about: str, means: str, mend: str) -> Finding:
+        """What to say of a question that failed; of a slow answer only that nothing is known yet."""
+        if self.slow:
+            means = "Whether it works here is not known: the machine is busy with something else, or its disk is slow."
+            mend = "Ask again when it is quieter: python -m course_lib doctor"
+        return Finding(PROBLEM, about, self.failed, means, mend)
 
 
 def ask(code: str, *, seconds: float = SECONDS, **environment: str) -> Answer:
@@ -38,7 +51,7 @@ def ask(code: str, *, seconds: float = SECONDS, **environment: str) -> Answer:
     except subprocess.TimeoutExpired:
         os.killpg(asked.pid, signal.SIGKILL)
         asked.communicate()
-        return Answer(failed=f"it did not answer within {seconds:.0f} seconds")
+        return Answer(failed=f"it did not answer within {seconds:.0f} seconds", slow=True)
     if asked.returncode < 0:
         return Answer(failed=f"the process died of {signal.Signals(-asked.returncode).name}")
     said = [line.strip() for line in (err or out).splitlines() if line.strip()]

@@ -42,7 +42,7 @@ SETUP = "Type make setup (or make lab), in the environment that you start Jupyte
 def torch_works(answer: Answer) -> Finding:
     """`answer` to TORCH."""
     if answer.failed:
-        return Finding(PROBLEM, "PyTorch", answer.failed, "No lesson runs.", _torch_mend(answer.failed))
+        return answer.finding("PyTorch", "No lesson runs.", _torch_mend(answer.failed))
     return Finding(
         OK,
         "PyTorch",
@@ -65,13 +65,7 @@ def quantization() -> Finding:
     """bitsandbytes, by quantizing a small matrix."""
     answer = ask(QUANTIZED)
     if answer.failed:
-        return Finding(
-            PROBLEM,
-            "bitsandbytes",
-            answer.failed,
-            "QLoRA and 8-bit optimizers (lessons 2, 6, 7, 8) will not run.",
-            SETUP,
-        )
+        return answer.finding("bitsandbytes", "QLoRA and 8-bit optimizers (lessons 2, 6, 7, 8) will not run.", SETUP)
     return Finding(OK, "bitsandbytes", f"{answer.told['version']}, NF4 tried")
 
 
@@ -79,9 +73,7 @@ def zero() -> Finding:
     """DeepSpeed, without building anything."""
     answer = ask(DEEPSPEED, DS_ACCELERATOR="cpu")
     if answer.failed:
-        return Finding(
-            PROBLEM, "DeepSpeed", answer.failed, "Lesson 5, and the ZeRO parts of 7 and 8, will not run.", SETUP
-        )
+        return answer.finding("DeepSpeed", "Lesson 5, and the ZeRO parts of 7 and 8, will not run.", SETUP)
     kernels = "can build its kernels" if answer.told["buildable"] else "builds no kernels here"
     return Finding(OK, "DeepSpeed", f"{answer.told['version']}, {kernels}; the course needs none of them")
 

@@ -31,7 +31,7 @@ def judged(answer: Answer) -> Finding:
         "container, allow it."
     )
     if answer.failed:
-        return Finding(PROBLEM, "two ranks", answer.failed, "No lesson from 3 on runs.", mend)
+        return answer.finding("two ranks", "No lesson from 3 on runs.", mend)
     if answer.told["sums"] != [3.0, 3.0]:
         return Finding(
             PROBLEM, "two ranks", f"1 + 2 gave {answer.told['sums']}", "No lesson from 3 on can be trusted.", mend

@@ -6,7 +6,7 @@ import base64
 import html
 import io
 import numbers
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from IPython.display import Image
@@ -67,6 +67,10 @@ def _described_class() -> type:
     from IPython.display import Image
 
     class Described(Image):
+        def __init__(self, alt: str, **how: Any) -> None:
+            super().__init__(metadata={"alt": alt}, **how)  # Colab's IPython has no argument `alt` yet
+            self.alt = alt
+
         def _repr_mimebundle_(self, include=None, exclude=None):
             bundle, metadata = super()._repr_mimebundle_(include=include, exclude=exclude)
             return {**bundle, "text/plain": f"Figure: {self.alt}"}, metadata
