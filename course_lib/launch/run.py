@@ -18,6 +18,7 @@ from course_lib.launch import rank as rank_program
 from course_lib.launch.group import choose_backend
 from course_lib.launch.output import Stream, to_cell
 from course_lib.launch.rank import Job
+from course_lib.leases import for_run
 from course_lib.observe.collectives import Collective
 
 
@@ -28,7 +29,7 @@ class Run:
     Attributes:
         results: what each rank returned, by rank.
         logs: what each rank printed, by rank.
-        seconds: from the call to the last result.
+        seconds: from the call to the last result, less the wait for GPUs that a class shares.
         rank_seconds: seconds inside the function, by rank.
         collectives: every collective of every rank, in the order of rank and issue.
         memory: per rank, bytes by category (see ``course_lib.observe``).
@@ -64,7 +65,8 @@ def launch(
     Inside the function ``torch.distributed`` is initialised (NCCL where every rank gets a GPU, gloo on the CPU
     otherwise) and the device is set. Ranks are forked from a warm server that has PyTorch imported and has never
     touched CUDA, so it does not matter whether the notebook has. They talk over the loopback interface, meet in a
-    private folder, and end with the call, with Ctrl-C and with the notebook, however that ends.
+    private folder, and end with the call, with Ctrl-C and with the notebook, however that ends. Where
+    BEYOND_ONE_GPU_LEASES names a class's folder (see ``course_lib.leases``), the run waits its turn for its GPUs.
 
     Args:
         function: any function; one from a notebook cell travels by value.
@@ -77,7 +79,7 @@ def launch(
     Raises:
         RankFailed: a rank raised or died; the message has the learner's own line and whom it took down.
         RanksHung: the timeout passed; the message says who waits where for whom.
-        ValueError: ranks, timeout or threads that make no sense, more NCCL ranks than GPUs.
+        ValueError: ranks, timeout or threads that make no sense, more NCCL ranks than GPUs, or than the class shares.
         TypeError: a function or result that cannot travel, an argument that the function does not take.
         RuntimeError: called inside a rank.
     """
@@ -109,17 +111,19 @@ def launch(
         start_method=multiprocessing.get_start_method(allow_none=True),
         threads=threads,
     )
+    lease = for_run(ranks, chosen, backend, to_cell)
     folder = watch.Folder()
     thread = agent.Agent(folder.path, ranks)
-    undertaker = watch.Undertaker(thread, folder)
+    undertaker = watch.Undertaker(thread, folder, lease)
     open_gate = undertaker.gate.release
     try:
         undertaker.start()
+        job.environment |= lease.take().environment
         _write_job(folder.path, job)
         stream = Stream(f"{folder.path}/logs", ranks, None if quiet else to_cell)
         exit_codes = watch.follow(thread, timeout, stream)
         outcome = _read_results(folder.path, ranks, exit_codes)
-        return _assemble(outcome, stream.logs, time.perf_counter() - began, summary, chosen, ranks)
+        return _assemble(outcome, stream.logs, time.perf_counter() - began - lease.waited, summary, chosen, ranks)
     finally:
         open_gate()
         undertaker.join()

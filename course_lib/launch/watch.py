@@ -15,6 +15,7 @@ import time
 from course_lib.launch import agent, failures
 from course_lib.launch.output import Stream, ranks_in_words
 from course_lib.launch.rank import GRACE
+from course_lib.leases import Lease
 
 JOIN_SECONDS = 120.0  # ranks that have not met by then never will; the first start imports PyTorch, on a busy machine
 PREFIX = "beyond-one-gpu-"
@@ -108,15 +109,15 @@ def _is_gone(folder: str, rank: int) -> bool:
 
 
 class Undertaker(threading.Thread):
-    """Ends what is left of the ranks and removes the folder, as soon as its ``gate`` is released.
+    """Ends what is left of the ranks, removes the folder and gives the GPUs back, as soon as its ``gate`` is released.
 
     A thread of its own, started first: Ctrl-C, also a second and a third, interrupts only the wait for it. The gate is
     a bare lock because its release is one step of the interpreter, which no Ctrl-C can come before.
     """
 
-    def __init__(self, agent_thread: agent.Agent, folder: Folder) -> None:
+    def __init__(self, agent_thread: agent.Agent, folder: Folder, lease: Lease) -> None:
         super().__init__(name="launch-clean-up")
-        self._agent, self._folder = agent_thread, folder
+        self._agent, self._folder, self._lease = agent_thread, folder, lease
         self.gate = threading.Lock()
         self.gate.acquire()
 
@@ -129,6 +130,7 @@ class Undertaker(threading.Thread):
             self._agent.join(0.05)
             end_ranks(self._agent.folder, self._agent.ranks)  # again: a rank just starting had no pid file yet
         self._folder.remove()
+        self._lease.give_back()
 
 
 def end_ranks(folder: str, ranks: int) -> None:
