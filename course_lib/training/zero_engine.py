@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # What a rank imports before its first step with DeepSpeed. Of its optimizers Muon has itself compiled while it is
 # imported, which brings torch's compiler along: three quarters of the time.
-SLOW = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
+SLOW = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "course_lib.training.zero_probe")
 
 
 def warm_deepspeed() -> None:
