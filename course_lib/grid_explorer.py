@@ -13,6 +13,7 @@ from course_lib.memory import shape_of
 from course_lib.memory.shapes import Shape
 from course_lib.parallel import traffic
 from course_lib.parallel.grid import AXES, NAMES, Grid
+from course_lib.stills import box_with_still
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -160,14 +161,6 @@ def grid_explorer(**start: Any) -> ipywidgets.VBox:
     first = still(**start)
     values = START | start
 
-    class Explorer(w.VBox):
-        def _repr_mimebundle_(self, **how: Any) -> Any:
-            bundle = super()._repr_mimebundle_(**how)
-            data = bundle[0] if isinstance(bundle, tuple) else bundle
-            if data is not None:
-                data["text/html"] = first  # for viewers that cannot run a widget
-            return bundle
-
     wide = {"style": {"description_width": "120px"}, "layout": w.Layout(width="330px")}
 
     def slider(name: str, words: str, options: list[int]) -> Any:
@@ -207,7 +200,7 @@ def grid_explorer(**start: Any) -> ipywidgets.VBox:
     for control in controls.values():
         control.observe(draw, "value")
     listed = list(controls.values())
-    return Explorer([w.HBox([w.VBox(listed[:5]), w.VBox(listed[5:])]), shown])
+    return box_with_still([w.HBox([w.VBox(listed[:5]), w.VBox(listed[5:])]), shown], first)
 
 
 def _share(seq_len: int, cp: int) -> int:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from course_lib.figures.collectives import draw_ring
 from course_lib.figures.style import as_html
+from course_lib.stills import box_with_still
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -31,4 +32,4 @@ def ring_stepper(ranks: int = 4) -> ipywidgets.VBox:
 
     slider.observe(draw, "value")
     draw()
-    return w.VBox([w.HBox([play, slider]), shown])
+    return box_with_still([w.HBox([play, slider]), shown], shown.value)

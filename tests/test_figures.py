@@ -17,6 +17,7 @@ from PIL import Image
 
 from course_lib import figures
 from course_lib.figures import style
+from course_lib.figures.stored import pictures
 from course_lib.figures import training as drawn_by
 from course_lib.ledger import Entry
 from course_lib.observe import Span
@@ -65,12 +66,12 @@ def axes_of(monkeypatch):
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_small_picture_with_its_text(name, recwarn):
     picture = PICTURES[name]()
-    bundle, metadata = picture._repr_mimebundle_()
-    png = base64.b64decode(bundle["image/png"])
+    bundle = picture._repr_mimebundle_()
+    [(stored, alt)] = pictures({"data": bundle})
+    png = base64.b64decode(stored)
     assert len(png) < 80_000
     pixels = np.asarray(Image.open(io.BytesIO(png)).convert("L"), dtype=float)
     assert pixels.shape[1] > 600 and pixels.std() > 10 and (pixels < 128).mean() > 0.003  # ink on it
-    alt = metadata["image/png"]["alt"]
     assert len(alt) > 30 and alt.endswith(".")
     assert bundle["text/plain"] == f"Figure: {alt}" == repr(picture)
     assert not [str(w.message) for w in recwarn]  # nothing left out, nothing squeezed

@@ -168,6 +168,8 @@ def test_ctrl_c_ends_the_ranks_and_only_them(notebook, presses):
     expected = {"KeyboardInterrupt"} if presses == 1 else {"KeyboardInterrupt", ""}
     cell = notebook.run(HANG.format(timeout=50), when="rank is up", then=press)
     assert cell.error in expected and cell.finished - pressed[0] < 3
+    if presses == 1:
+        assert cell.traceback == "KeyboardInterrupt: you stopped the run; its ranks are ended."
     assert within(1, lambda: len(notebook.processes()) == 2), notebook.processes()
     assert within(1, lambda: not notebook.folders())
 

@@ -25,7 +25,7 @@ FLOORS = {
     "low": "launch observe memory links planner models data ledger progress shell smollm2_copy emulate checked threads "
     "axolotl_check clusters spikes tracking watchdog parallel plan_files leases",
     "middle": "training checkpoints collectives checking comparing figures notebook calculator stepper measuring axolotl "
-    "resume_check conversion small_run grid_explorer",
+    "resume_check conversion small_run grid_explorer stills",
     "top": "checks workshop doctor __main__ labs proof memory_command axolotl_command plan_command colab where_you_stand",
 }
 HEIGHTS = {room: height for height, rooms in enumerate(FLOORS.values()) for room in rooms.split()}

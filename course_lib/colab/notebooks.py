@@ -82,7 +82,8 @@ def place(notebook: Any, path: str, address: str | None = None) -> None:
     if not title.startswith("# ") or head.cell_type != "markdown":
         raise ValueError(f"{path} must begin with a cell of Markdown whose first line is its title, '# …'")
     head.source = "\n\n".join(part for part in (title, badge(address, path), rest) if part)
-    cell = nbformat.v4.new_code_cell(first_cell(address, path), id=TAG, metadata={"tags": [TAG]})
+    folded = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # in JupyterLab, in Colab
+    cell = nbformat.v4.new_code_cell(first_cell(address, path), id=TAG, metadata={"tags": [TAG], **folded})
     notebook.cells.insert(1, cell)
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from course_lib.figures.style import COLOURS, HATCHES, LINES, MARKERS, new_figure, picture
 
 if TYPE_CHECKING:
-    from IPython.display import Image
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from course_lib.figures.style import Picture
 
 Cell = frozenset[int]  # the ranks whose numbers are summed up in a chunk; empty: nothing there
 RANK_COLOURS = [COLOURS[4], COLOURS[1], COLOURS[2], COLOURS[5], COLOURS[0], COLOURS[3], "#BBBBBB", "#777777"]
@@ -47,7 +48,7 @@ def states(kind: str, ranks: int = 4) -> tuple[list[list[Any]], list[list[Any]]]
     return table[kind]
 
 
-def before_and_after(kinds: Sequence[str], ranks: int = 4) -> Image:
+def before_and_after(kinds: Sequence[str], ranks: int = 4) -> Picture:
     """For each collective, what the ranks hold before and after: "a1" is rank 0's piece 1, "bc0" the sum of rank 1's and
     rank 2's piece 0, "Σ3" the sum of all ranks' piece 3.
 
@@ -161,7 +162,7 @@ def draw_ring(ranks: int, step: int) -> tuple[Figure, str]:
     )
 
 
-def ring_steps(ranks: int = 4, steps: Sequence[int] | None = None) -> Image:
+def ring_steps(ranks: int = 4, steps: Sequence[int] | None = None) -> Picture:
     """Some steps of the ring on one page; by default the start, both halves' ends and one step within each.
 
     Raises:
@@ -188,7 +189,7 @@ def by_ranks(
     *,
     unit: str,
     title: str,
-) -> Image:
+) -> Picture:
     """What was measured as markers, what a formula says as lines, over the number of ranks.
 
     Raises:
@@ -214,7 +215,7 @@ def by_ranks(
     return picture(figure, f"{title}, {unit} by number of ranks: {ends}.")
 
 
-def seconds_by_link(seconds: Mapping[str, float], *, title: str) -> Image:
+def seconds_by_link(seconds: Mapping[str, float], *, title: str) -> Picture:
     """Horizontal bars on a logarithmic axis, one a link.
 
     Raises:

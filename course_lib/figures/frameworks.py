@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from course_lib.figures.style import COLOURS, new_figure, nice_bytes, picture
 
 if TYPE_CHECKING:
-    from IPython.display import Image
+    from course_lib.figures.style import Picture
 
 MIB = 2**20
 PANELS = {  # key of a row -> (label of its axis, what a bar's end says, scale, colour, hatch)
@@ -18,7 +18,7 @@ PANELS = {  # key of a row -> (label of its axis, what a bar's end says, scale, 
 }
 
 
-def compare(rows: Sequence[Mapping[str, Any]], *, title: str) -> Image:
+def compare(rows: Sequence[Mapping[str, Any]], *, title: str) -> Picture:
     """A line a method, with three bars: bytes held, bytes sent, seconds.
 
     Args:

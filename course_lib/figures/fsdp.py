@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from course_lib.figures.style import COLOURS, HATCHES, LINES, new_figure, nice_bytes, picture
 
 if TYPE_CHECKING:
-    from IPython.display import Image
+    from course_lib.figures.style import Picture
 
 MIB = 2**20
 CALLS = {  # of a trace -> (colour, hatch, the legend's words)
@@ -26,7 +26,7 @@ def memory_by_unit(
     units: Sequence[tuple[str, int, int]] = (),
     lines: Mapping[str, int] | None = None,
     title: str,
-) -> Image:
+) -> Picture:
     """Bytes of one rank over a step: one curve a run, the time in which each unit of the first is at work as a band.
 
     Args:
@@ -85,7 +85,7 @@ def waits(spans: Sequence[Any]) -> dict[str, float]:
     return dict(sorted(total.items(), key=lambda entry: -entry[1]))
 
 
-def step_trace(traces: Mapping[str, Sequence[Any]], *, title: str) -> Image:
+def step_trace(traces: Mapping[str, Sequence[Any]], *, title: str) -> Picture:
     """One rank's step under each setting: above what its main thread does, below what is on the wire.
 
     Args:
@@ -135,7 +135,7 @@ def _what(span: Any) -> str | None:
     return "computes" if span.kind in ("forward", "backward", "optimizer") else None
 
 
-def mesh(copies: int, shards: int, *, inside: str, between: str, title: str) -> Image:
+def mesh(copies: int, shards: int, *, inside: str, between: str, title: str) -> Picture:
     """Ranks of a hybrid mesh as boxes: a row is a copy of the model, a column the ranks that hold the same shard.
 
     Args:

@@ -9,16 +9,17 @@ from course_lib.figures.style import COLOURS, HATCHES, new_figure, picture
 from course_lib.parallel.grid import AXES, NAMES, Grid
 
 if TYPE_CHECKING:
-    from IPython.display import Image
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from course_lib.figures.style import Picture
 
 PALETTE = (COLOURS[4], COLOURS[1], COLOURS[2], COLOURS[5], COLOURS[0], COLOURS[3], "#BBBBBB")
 MOST_NODES, MOST_PER_NODE = 8, 16
 LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 1.3}
 
 
-def rank_grid(grid: Grid, *, axis: str = "tp", per_node: int = 8, title: str = "") -> Image:
+def rank_grid(grid: Grid, *, axis: str = "tp", per_node: int = 8, title: str = "") -> Picture:
     """Ranks in their machines; those of one colour, hatch and letter form a group along `axis`.
 
     The first group is joined by lines: solid inside a machine, dashed where they leave it. Below stands what each axis
@@ -106,7 +107,7 @@ def _join(area: Axes, a: tuple[float, float], b: tuple[float, float], *, outside
     })  # fmt: skip
 
 
-def ring_steps(ranks: int = 4, *, layouts: Sequence[str] = ("contiguous", "zigzag")) -> Image:
+def ring_steps(ranks: int = 4, *, layouts: Sequence[str] = ("contiguous", "zigzag")) -> Picture:
     """Whose keys and values are with which rank at each step of ring attention, and what is computed with them.
 
     A square is a rank's queries (from top to bottom) against the keys that are there (from left to right). White is the

@@ -9,12 +9,13 @@ from course_lib.figures.style import COLOURS, HATCHES, new_figure, picture
 from course_lib.ledger import amount
 
 if TYPE_CHECKING:
-    from IPython.display import Image
+    from course_lib.figures.style import Picture
 
 MEASURED, UNEXPLAINED = COLOURS[0], "#BBBBBB"
+LEAST = 0.5  # percent to either side of 0: a residual of a rounding shall not look like one that asks for a reason
 
 
-def ledger(entries: Sequence[Any]) -> Image:
+def ledger(entries: Sequence[Any]) -> Picture:
     """Left: measured beside predicted. Right: the residual, part by part as ``measured(..., parts=...)`` named them.
 
     Args:
@@ -70,3 +71,5 @@ def _draw_residuals(axis: Any, rows: Sequence[int], known: Sequence[Any]) -> Non
         xlabel="residual, percent of predicted", title="What the difference is made of", ylim=(-0.6, len(rows) - 0.4)
     )
     axis.margins(x=0.25)
+    low, high = axis.get_xlim()
+    axis.set_xlim(min(low, -LEAST), max(high, LEAST))

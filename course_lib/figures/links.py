@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 from course_lib.figures.style import COLOURS, LINES, MARKERS, new_figure, nice_bytes, picture
 
 if TYPE_CHECKING:
-    from IPython.display import Image
-
+    from course_lib.figures.style import Picture
     from course_lib.links import Fit
     from course_lib.measuring import Curve
 
 
-def bandwidth_curve(curve: Curve, fit: Fit, *, title: str = "", held_out: Sequence[int] = ()) -> Image:
+def bandwidth_curve(curve: Curve, fit: Fit, *, title: str = "", held_out: Sequence[int] = ()) -> Picture:
     """Left: seconds by payload, with the range over the repeats. Right: bus bandwidth. Both with the fitted curve.
 
     The region where latency is more than half of the time is hatched.

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from course_lib.figures.style import COLOURS, HATCHES, new_figure, nice_bytes, picture
 
 if TYPE_CHECKING:
-    from IPython.display import Image
     from matplotlib.figure import Figure
+
+    from course_lib.figures.style import Picture
 
 GIB, MIB = 2**30, 2**20
 PARTS = {  # a Breakdown's fields -> what the legend calls them
@@ -29,7 +30,7 @@ def memory_over_time(
     floors: Mapping[str, int],
     phases: Mapping[str, tuple[int, int]],
     title: str = "One training step",
-) -> Image:
+) -> Picture:
     """Memory against time, with what lies there all the time as bands below, and the phases of the step marked.
 
     Args:
@@ -72,7 +73,7 @@ def memory_over_time(
     return picture(figure, f"{title}: memory over time; always there: {told}; peak {top:,.0f} MiB at {highest:.2f} s.")
 
 
-def against_card(needs: Mapping[str, Any], *, card: int, card_name: str, title: str) -> Image:
+def against_card(needs: Mapping[str, Any], *, card: int, card_name: str, title: str) -> Picture:
     """One stacked bar a need, and the card's memory as a line; see :func:`draw_against_card`."""
     figure, alt = draw_against_card(needs, card=card, card_name=card_name, title=title)
     return picture(figure, alt)
@@ -110,7 +111,7 @@ def draw_against_card(needs: Mapping[str, Any], *, card: int, card_name: str, ti
     return figure, f"{title}, against {card_name} of {card / GIB:.1f} GiB: {told}."
 
 
-def reserved_and_allocated(moments: Sequence[Any], *, title: str, note: str) -> Image:
+def reserved_and_allocated(moments: Sequence[Any], *, title: str, note: str) -> Picture:
     """Bytes that tensors have and bytes that the allocator holds, event by event.
 
     Args:
@@ -145,7 +146,7 @@ def reserved_and_allocated(moments: Sequence[Any], *, title: str, note: str) -> 
     )
 
 
-def segments(shown: Mapping[str, Sequence[Any]], *, title: str, note: str) -> Image:
+def segments(shown: Mapping[str, Sequence[Any]], *, title: str, note: str) -> Picture:
     """The allocator's segments, one row a segment: what is used, what is free.
 
     Args:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from course_lib.figures.style import COLOURS, HATCHES, new_figure, nice_bytes, nice_number, picture
 
 if TYPE_CHECKING:
-    from IPython.display import Image
-
+    from course_lib.figures.style import Picture
     from course_lib.parallel.simulate import Timeline
 
 KINDS = {  # -> (colour, hatch, the legend's words)
@@ -21,7 +20,7 @@ IDLE = "#E8E8E8"
 MIB = 2**20
 
 
-def schedule(real: Timeline, ideal: Timeline, *, title: str) -> Image:
+def schedule(real: Timeline, ideal: Timeline, *, title: str) -> Picture:
     """Two timelines, one above the other: a lane a rank, a box an action with its micro-batch's number, idle time grey.
 
     Each fills the width, so what differs is the share of idle time; the bubble of both is written above them.
@@ -65,7 +64,7 @@ def schedule(real: Timeline, ideal: Timeline, *, title: str) -> Image:
     )
 
 
-def schedules(pairs: Mapping[str, tuple[Timeline, Timeline]], *, title: str) -> Image:
+def schedules(pairs: Mapping[str, tuple[Timeline, Timeline]], *, title: str) -> Picture:
     """Several schedules, a line each: as it ran on the left, the ideal on the right, each filling its width.
 
     Args:
@@ -129,7 +128,7 @@ def _pale(colour: str) -> tuple[float, ...]:
     return tuple(0.35 * part + 0.65 for part in to_rgb(colour))
 
 
-def in_flight(held: Mapping[str, Sequence[float]], *, title: str, in_bytes: bool = False) -> Image:
+def in_flight(held: Mapping[str, Sequence[float]], *, title: str, in_bytes: bool = False) -> Picture:
     """What each stage holds at its fullest moment, one group of bars a stage, one bar a schedule.
 
     Args:

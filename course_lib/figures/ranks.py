@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from course_lib.figures.style import COLOURS, LINES, MARKERS, new_figure, nice_number, picture
 
 if TYPE_CHECKING:
-    from IPython.display import Image
+    from course_lib.figures.style import Picture
 
 Series = Sequence[tuple[int, float, float]]  # (step, value, time), see course_lib.tracking
 PANELS = {  # metric -> (what its axis says, by what its values are divided)
@@ -29,7 +29,7 @@ def side_by_side(
     *,
     metrics: Sequence[str] = (),
     title: str = "All ranks, side by side",
-) -> Image:
+) -> Picture:
     """Loss, tokens per second, memory, gradient norm and heartbeat of every rank, over the steps.
 
     Args:

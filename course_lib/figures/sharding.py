@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from course_lib.figures.style import COLOURS, HATCHES, new_figure, nice_bytes, picture
 
 if TYPE_CHECKING:
-    from IPython.display import Image
     from matplotlib.axes import Axes
+
+    from course_lib.figures.style import Picture
 
 MIB = 2**20
 CATEGORIES = {  # keys of `course_lib.memory.sharded.resident_bytes` and of run.memory -> the legend's words
@@ -33,7 +34,7 @@ HELD = ("parameters", "gradients", "optimizer")
 RANK_COLOURS = (COLOURS[0], COLOURS[1], COLOURS[2], COLOURS[5], COLOURS[4], COLOURS[3], "#999999", "#444444")
 
 
-def bytes_by_stage(rows: Sequence[Mapping[str, Any]], *, title: str = "Bytes on one rank", note: str = "") -> Image:
+def bytes_by_stage(rows: Sequence[Mapping[str, Any]], *, title: str = "Bytes on one rank", note: str = "") -> Picture:
     """A bar a method, stacked by category as measured, and below it the same stack as predicted, in outline.
 
     Args:
@@ -93,7 +94,7 @@ def _parts(held: Mapping[str, int] | float | None) -> list[tuple[str, float]]:
     return [(name, held[name]) for name in CATEGORIES if held.get(name)]
 
 
-def who_holds_what(holding: Mapping[str, Sequence[Mapping[str, Any]]], *, title: str = "Who holds what") -> Image:
+def who_holds_what(holding: Mapping[str, Sequence[Mapping[str, Any]]], *, title: str = "Who holds what") -> Picture:
     """A panel a method; in it a strip for each rank and kind, coloured where the rank holds that part of the model.
 
     Args:
@@ -148,7 +149,7 @@ def _strips(axis: Axes, entries: Sequence[Mapping[str, Any]], *, names: bool) ->
     return shares
 
 
-def traffic(rows: Sequence[Mapping[str, Any]], *, title: str = "Sent by one rank in a step", note: str = "") -> Image:
+def traffic(rows: Sequence[Mapping[str, Any]], *, title: str = "Sent by one rank in a step", note: str = "") -> Picture:
     """A bar a method, stacked by kind of collective as counted, and a mark where the formula says.
 
     Args:

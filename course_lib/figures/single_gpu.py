@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from course_lib.figures.style import COLOURS, HATCHES, LINES, MARKERS, new_figure, picture
 
 if TYPE_CHECKING:
-    from IPython.display import Image
+    from course_lib.figures.style import Picture
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 MIB = 2**20
@@ -16,7 +16,7 @@ FP16_SMALLEST, FP16_NORMAL, FP16_LARGEST = -24, -14, 16  # powers of two
 LOWEST = -45  # where the picture begins
 
 
-def memory_by_technique(rows: Sequence[Mapping[str, Any]], *, title: str = "What each technique leaves") -> Image:
+def memory_by_technique(rows: Sequence[Mapping[str, Any]], *, title: str = "What each technique leaves") -> Picture:
     """One bar a technique, stacked by category, with its measured peak and, where there is one, its predicted peak.
 
     Args:
@@ -56,7 +56,7 @@ def memory_by_technique(rows: Sequence[Mapping[str, Any]], *, title: str = "What
     return picture(figure, f"{title}: stacked bars of {', '.join(PARTS)}, and the peaks: {peaks}.")
 
 
-def gradient_window(gradients: Mapping[str, Any], *, title: str = "What fp16 can hold") -> Image:
+def gradient_window(gradients: Mapping[str, Any], *, title: str = "What fp16 can hold") -> Picture:
     """Histograms of the exponents of numbers that are not 0, against fp16's range.
 
     Args:
@@ -108,7 +108,7 @@ def gradient_window(gradients: Mapping[str, Any], *, title: str = "What fp16 can
     return picture(figure, f"{title}: {'; '.join(told)}.")
 
 
-def blockwise_state(values: Any, restored: Mapping[str, Any], *, block: int, title: str) -> Image:
+def blockwise_state(values: Any, restored: Mapping[str, Any], *, block: int, title: str) -> Picture:
     """A stretch of an optimizer state with the scale of each block, and what each 8-bit form restores of it.
 
     Args:
@@ -151,7 +151,9 @@ def blockwise_state(values: Any, restored: Mapping[str, Any], *, block: int, tit
     return picture(figure, f"{title}, by place, and restored from 8 bits: {'; '.join(told)}.")
 
 
-def four_bit_levels(normalised: Any, levels: Mapping[str, Any], *, title: str = "Sixteen levels for a weight") -> Image:
+def four_bit_levels(
+    normalised: Any, levels: Mapping[str, Any], *, title: str = "Sixteen levels for a weight"
+) -> Picture:
     """The histogram of weights divided by their block's largest, and the levels that each 4-bit form offers them.
 
     Args:
@@ -176,7 +178,7 @@ def four_bit_levels(normalised: Any, levels: Mapping[str, Any], *, title: str = 
 
 def learning(
     curves: Mapping[str, Sequence[float]], held_out: Mapping[str, tuple[float, float]], *, title: str
-) -> Image:
+) -> Picture:
     """Training losses against steps, and beside them the held-out loss before and after.
 
     Args:

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 from course_lib.figures.style import COLOURS, HATCHES, new_figure, nice_bytes, picture
 
 if TYPE_CHECKING:
-    from IPython.display import Image
     from matplotlib.axes import Axes
+
+    from course_lib.figures.style import Picture
 
 WHOLE = "#DDDDDD"  # what every rank holds the same
 SENT = COLOURS[3]  # where ranks talk to each other
 
 
-def column_then_row(*, ranks: int = 2, sequence_parallel: bool = False, title: str = "") -> Image:
+def column_then_row(*, ranks: int = 2, sequence_parallel: bool = False, title: str = "") -> Picture:
     """An MLP's two matrices, the first cut by columns and the second by rows: a line a rank, with what is sent, and where.
 
     Args:
@@ -73,7 +74,7 @@ def column_then_row(*, ranks: int = 2, sequence_parallel: bool = False, title: s
     )
 
 
-def heads_over_ranks(*, heads: int = 8, kv_heads: int = 4, ranks: int = 2, title: str = "") -> Image:
+def heads_over_ranks(*, heads: int = 8, kv_heads: int = 4, ranks: int = 2, title: str = "") -> Picture:
     """Query heads above, the kv heads that they read below, coloured and hatched by the rank that holds them.
 
     Raises:
@@ -121,7 +122,7 @@ def heads_over_ranks(*, heads: int = 8, kv_heads: int = 4, ranks: int = 2, title
     )
 
 
-def vocabulary_loss(*, tokens: int = 8192, vocab: int = 128_256, ranks: int = 4, title: str = "") -> Image:
+def vocabulary_loss(*, tokens: int = 8192, vocab: int = 128_256, ranks: int = 4, title: str = "") -> Picture:
     """Logits cut by vocabulary: what stays on a rank, and the three numbers a token that are all-reduced.
 
     Args:
@@ -163,7 +164,7 @@ def vocabulary_loss(*, tokens: int = 8192, vocab: int = 128_256, ranks: int = 4,
     )
 
 
-def inside_or_between(*, layers: int = 4, ranks: int = 2, title: str = "") -> Image:
+def inside_or_between(*, layers: int = 4, ranks: int = 2, title: str = "") -> Picture:
     """Two ways to cut the same stack of layers: inside each matrix (tensor), and between layers (pipeline).
 
     Raises:

@@ -9,7 +9,6 @@ import numbers
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from IPython.display import Image
     from matplotlib.figure import Figure
 
 # Okabe & Ito's palette, ordered so that neighbours also differ in lightness when printed grey
@@ -35,15 +34,31 @@ def new_figure(width: float = 7.5, height: float = 3.4, *, rows: int = 1, column
     return figure, axes
 
 
-def picture(figure: Figure, alt: str) -> Image:
-    """The figure as a PNG for the page, with ``alt`` as its text for readers who do not see it.
+class Picture:
+    """A figure for a page: its PNG, and ``alt``, its text for readers who do not see it.
+
+    It is shown as HTML: JupyterLab leaves out the text of an output that is a PNG.
+    """
+
+    def __init__(self, data: bytes, alt: str) -> None:
+        self.data, self.alt = data, alt
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/html": image_element(self.data, self.alt), "text/plain": repr(self)}
+
+    def __repr__(self) -> str:
+        return f"Figure: {self.alt}"
+
+
+def picture(figure: Figure, alt: str) -> Picture:
+    """The figure for the page, with ``alt`` as its text for readers who do not see it.
 
     Raises:
         ValueError: no description.
     """
     if not alt.strip():
         raise ValueError("A figure needs its alternative text: one sentence that says what it shows.")
-    return _Described(data=png(figure), format="png", alt=alt)
+    return Picture(png(figure), alt)
 
 
 def png(figure: Figure) -> bytes:
@@ -58,31 +73,13 @@ def png(figure: Figure) -> bytes:
 
 
 def as_html(figure: Figure, alt: str) -> str:
-    """The figure as an HTML element, for widgets: their own image has no text for readers who do not see it."""
-    data = base64.b64encode(png(figure)).decode()
-    return f"<img alt='{html.escape(alt)}' src='data:image/png;base64,{data}'>"
+    """The figure as an HTML element, for widgets."""
+    return image_element(png(figure), alt)
 
 
-def _described_class() -> type:
-    from IPython.display import Image
-
-    class Described(Image):
-        def __init__(self, alt: str, **how: Any) -> None:
-            super().__init__(metadata={"alt": alt}, **how)  # Colab's IPython has no argument `alt` yet
-            self.alt = alt
-
-        def _repr_mimebundle_(self, include=None, exclude=None):
-            bundle, metadata = super()._repr_mimebundle_(include=include, exclude=exclude)
-            return {**bundle, "text/plain": f"Figure: {self.alt}"}, metadata
-
-        def __repr__(self) -> str:
-            return f"Figure: {self.alt}"
-
-    return Described
-
-
-def _Described(**kwargs):
-    return _described_class()(**kwargs)
+def image_element(data: bytes, alt: str) -> str:
+    """A PNG and its text as one HTML element."""
+    return f"<img alt='{html.escape(alt)}' src='data:image/png;base64,{base64.b64encode(data).decode()}'>"
 
 
 def nice_bytes(value: float) -> str:

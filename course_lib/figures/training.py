@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from course_lib.figures.style import COLOURS, HATCHES, LINES, MARKERS, new_figure, nice_number, picture
 
 if TYPE_CHECKING:
-    from IPython.display import Image
+    from course_lib.figures.style import Picture
 
 KINDS = {  # what a span of a timeline is -> (colour, hatch)
     "forward": (COLOURS[4], ""),
@@ -18,7 +18,7 @@ KINDS = {  # what a span of a timeline is -> (colour, hatch)
 }
 
 
-def losses(series: Mapping[str, Sequence[float]], *, title: str = "Loss of the global batch") -> Image:
+def losses(series: Mapping[str, Sequence[float]], *, title: str = "Loss of the global batch") -> Picture:
     """Loss against optimizer step, one line a method. Lines that coincide are told apart by their markers.
 
     Raises:
@@ -40,7 +40,7 @@ def losses(series: Mapping[str, Sequence[float]], *, title: str = "Loss of the g
     return picture(figure, f"{title}, by optimizer step: {ends}.")
 
 
-def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str) -> Image:
+def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str) -> Picture:
     """What each rank computes (upper bar) and what it has on the wire (lower bar), over the milliseconds of one step.
 
     Args:
@@ -85,7 +85,7 @@ def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str) -> Image:
 
 def throughput(
     ranks: Sequence[int], measured: Sequence[float], *, title: str, notes: Mapping[str, Sequence[float]] | None = None
-) -> Image:
+) -> Picture:
     """Tokens a second against ranks, beside the straight line that one rank promises.
 
     Args:
@@ -121,7 +121,7 @@ def throughput(
     return picture(figure, f"{title}: tokens per second by ranks, measured {pairs}; the straight line is dotted.")
 
 
-def bars(values: Mapping[str, float], *, ylabel: str, title: str, height: float = 3.0) -> Image:
+def bars(values: Mapping[str, float], *, ylabel: str, title: str, height: float = 3.0) -> Picture:
     """One labelled bar a name, with its figure on top.
 
     Raises:

@@ -124,9 +124,16 @@ def launch(
         exit_codes = watch.follow(thread, timeout, stream)
         outcome = _read_results(folder.path, ranks, exit_codes)
         return _assemble(outcome, stream.logs, time.perf_counter() - began - lease.waited, summary, chosen, ranks)
+    except KeyboardInterrupt as pressed:
+        pressed._render_traceback_ = _stopped  # IPython's hook: a page of the launcher's own lines helps nobody
+        raise
     finally:
         open_gate()
         undertaker.join()
+
+
+def _stopped() -> list[str]:
+    return ["KeyboardInterrupt: you stopped the run; its ranks are ended."]
 
 
 def _check(function: Any, ranks: Any, timeout: Any, threads: Any, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from course_lib.figures.stored import pictures
 from course_lib.labs import ROOT
 
 _HEADING = re.compile(r"^(#{1,3}) +(.+?) *$")
@@ -74,7 +75,7 @@ def sections(path: Path) -> list[Section]:
         elif found:
             found[-1].cells += 1
             found[-1].lines += sum(bool(line.strip()) for line in _source(cell).splitlines())
-            found[-1].figures += sum("image/png" in output.get("data", {}) for output in cell["outputs"])
+            found[-1].figures += sum(len(pictures(output)) for output in cell["outputs"])
     return found
 
 

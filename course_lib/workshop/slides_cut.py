@@ -88,7 +88,7 @@ def _headed(source: str) -> Iterator[tuple[int, str]]:
 def _of_code(cell: Any) -> Iterator[Block]:
     outputs = _gathered(cell.get("outputs", []))
     shown = [block for output in outputs if (block := output_block(output))]
-    drawn = any(kind in output.get("data", {}) for output in outputs for kind in ("image/png", "text/html"))
+    drawn = any("text/html" in output.get("data", {}) for output in outputs)
     imports = all(re.match(r"(import|from) |[ )]|$|#", line) for line in cell.source.splitlines()[:6])
     code = code_block(cell.source, folded=False)
     long = cell.source.count("\n") + 1 > FOLD_LINES

@@ -11,6 +11,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+from course_lib.figures.stored import pictures
+
 LINE, CODE_LINE, ROW = 34, 23, 34  # px on a slide of 1280 x 720
 TEXT_WIDTH = 98  # characters of text in a line, about
 FOLD_LINES = 18  # a longer cell is folded where it has a figure or a table to show, and scrolls where it has none
@@ -139,15 +141,14 @@ def output_block(output: dict[str, Any]) -> Block | None:
     if output["output_type"] == "stream":
         return _printed(_joined(output["text"]))
     data = output.get("data", {})
-    if "image/png" in data:
-        alt = output.get("metadata", {}).get("image/png", {}).get("alt", "")
-        return _figure(_joined(data["image/png"]).replace("\n", ""), alt)
+    made = _joined(data.get("text/html", ""))
+    if made.startswith("<img") and (drawn := pictures(output)):
+        return _figure(*drawn[0])
+    if any("widget" in kind for kind in data):
+        return Block(f"<p>{NO_WIDGET}</p>" + made, LINE + 12 + ROW * 9 * ("<img" in made))
     if "text/html" in data:
-        made = _joined(data["text/html"])
         height = 40 if made.startswith("<details") else ROW * (made.count("<tr") + 1 + ("<img" in made) * 9)
         return Block(f'<div class="table">{made}</div>', height)
-    if any("widget" in kind for kind in data):
-        return Block(f"<p>{NO_WIDGET}</p>", LINE + 12)
     if "text/markdown" in data:
         return _text_block(_joined(data["text/markdown"]))
     return _printed(_joined(data["text/plain"])) if "text/plain" in data else None

@@ -1,0 +1,94 @@
+"""A notebook as a page to read: what only a kernel can use goes, what a reader needs comes."""
+
+from __future__ import annotations
+
+import copy
+import html
+import re
+from typing import Any
+
+from links import Links
+
+Notebook = dict[str, Any]
+WIDGET = "application/vnd.jupyter.widget-view+json"
+_BADGE = re.compile(r"<img\b[^>]*>|!\[(?P<text>[^\]]*)\]\(https?://[^)\s]*\)")
+_MARKERS = re.compile(r"^ *### (?:BEGIN|END) SOLUTION *\n?", re.MULTILINE)
+
+
+def page_of(notebook: Notebook, path: str, links: Links) -> Notebook:
+    """The notebook that lies at `path` in the repository, as Sphinx is to see it; the one given stays as it is."""
+    folder, name = path.split("/")
+    done = copy.deepcopy(notebook)
+    done["cells"] = [cell for cell in done["cells"] if "colab" not in cell["metadata"].get("tags", ())]
+    for cell in done["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            cell["source"] = links.rewrite(_BADGE.sub(_in_words, text), path)
+        elif cell["cell_type"] == "code":
+            cell["source"] = _MARKERS.sub("", text).rstrip("\n") if folder == "solutions" else text
+            cell["outputs"] = [] if folder == "labs" else [_shown(output) for output in cell["outputs"]]
+            _describe(cell)
+    done["cells"].insert(1, _markdown(_run_it(path, links), "run-it"))
+    if folder == "lessons" and f"labs/{name}" in links.pages:  # a lab follows its lesson, in the menu and by "Next"
+        done["cells"].append(_markdown(f"```{{toctree}}\n:hidden:\n\n../labs/{name}\n```\n", "lab"))
+    if folder == "solutions":
+        done["metadata"]["nosearch"] = True  # whoever searches shall not find the answers first
+    return done
+
+
+def _run_it(path: str, links: Links) -> str:
+    doing = {
+        "lessons": "You read what it printed on a CPU. Run it, and the numbers are yours:",
+        "labs": "You read the exercises here; the checks answer in JupyterLab:",
+        "solutions": "Run by the course's tests. To run it yourself:",
+    }[path.split("/")[0]]
+    return f"```{{container}} run-it\n{doing} `make lab`, then open [`{path}`]({links.blob(path)}).\n```\n"
+
+
+def _in_words(found: re.Match) -> str:
+    """A picture from another host (a badge) as its text: pages fetch nothing."""
+    if found[0].startswith("!"):
+        return found["text"]
+    if "src=" in found[0] and not re.search(r"""src=["']?https?:""", found[0]):
+        return found[0]
+    alt = re.search(r"""\balt=(["'])(?P<text>.*?)\1""", found[0])
+    return alt["text"] if alt else ""
+
+
+def _shown(output: dict[str, Any]) -> dict[str, Any]:
+    data = output.get("data", {})
+    if WIDGET in data:
+        del data[WIDGET]
+        if "text/html" not in data:
+            data["text/html"] = '<p class="needs-kernel">Menus and sliders move in a running notebook.</p>'
+    page = "".join(data.get("text/html", ""))
+    if page.startswith("<details><summary>") and "text/plain" in data:
+        data["text/html"] = _folded_source(page, "".join(data["text/plain"]))
+    elif page.startswith("<table"):
+        data["text/html"] = f'<div class="table" tabindex="0" role="group" aria-label="table">{page}</div>'
+    return output
+
+
+def _folded_source(page: str, source: str) -> str:
+    """A program's source coloured by the theme's own colours, which differ on dark pages, instead of fixed ones."""
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import PythonLexer
+
+    summary = re.match(r"<details>(<summary>.*?</summary>)", page, re.DOTALL)
+    if not summary:
+        return page
+    code = highlight(source, PythonLexer(), HtmlFormatter()).replace("<pre>", '<pre tabindex="0">')
+    return f'<details class="source">{summary[1]}{code}</details>'
+
+
+def _describe(cell: dict[str, Any]) -> None:
+    """Hand a figure's description on to MyST-NB, which looks for it in the cell."""
+    for output in cell["outputs"]:
+        alt = output.get("metadata", {}).get("image/png", {}).get("alt")
+        if alt:
+            cell["metadata"].setdefault("mystnb", {})["image"] = {"alt": html.unescape(alt)}
+
+
+def _markdown(text: str, id_: str) -> dict[str, Any]:
+    return {"cell_type": "markdown", "id": id_, "metadata": {}, "source": text}
