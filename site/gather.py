@@ -16,6 +16,8 @@ from pathlib import Path
 from links import Links
 from notebook_page import page_of
 
+from course_lib.figures.stored import pictures
+
 ROOT = Path(__file__).resolve().parent.parent
 TASTE = "Llama-3.1-8B, one sequence of 2,048 tokens"  # how the landing page's figure begins its description
 
@@ -108,8 +110,8 @@ def taste(source: Path) -> str:
     notebook = json.loads((ROOT / "lessons" / "01_gpu_memory.ipynb").read_text(encoding="utf-8"))
     for cell in notebook["cells"]:
         for output in cell.get("outputs", ()):
-            alt = output.get("metadata", {}).get("image/png", {}).get("alt", "")
+            data, alt = next(iter(pictures(output)), ("", ""))
             if alt.startswith(TASTE):
-                (source / "taste.png").write_bytes(base64.b64decode("".join(output["data"]["image/png"])))
+                (source / "taste.png").write_bytes(base64.b64decode(data))
                 return f"![{re.sub(r'([][])', '', alt)}](taste.png)"
     raise ValueError(f'No figure of lesson 1 is described as "{TASTE} …"; name another one in site/gather.py (TASTE).')

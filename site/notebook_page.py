@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-import html
 import re
 from typing import Any
 
 from links import Links
+
+from course_lib.figures.stored import pictures
 
 Notebook = dict[str, Any]
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -83,11 +84,12 @@ def _folded_source(page: str, source: str) -> str:
 
 
 def _describe(cell: dict[str, Any]) -> None:
-    """Hand a figure's description on to MyST-NB, which looks for it in the cell."""
+    """Make a stored picture an image of its own, and hand its description to MyST-NB, which looks for it in the cell."""
     for output in cell["outputs"]:
-        alt = output.get("metadata", {}).get("image/png", {}).get("alt")
-        if alt:
-            cell["metadata"].setdefault("mystnb", {})["image"] = {"alt": html.unescape(alt)}
+        drawn = pictures(output)
+        if len(drawn) == 1 and "".join(output["data"]["text/html"]).startswith("<img"):
+            output["data"] = {"image/png": drawn[0][0]}
+            cell["metadata"].setdefault("mystnb", {})["image"] = {"alt": drawn[0][1]}
 
 
 def _markdown(text: str, id_: str) -> dict[str, Any]:
