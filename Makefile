@@ -190,9 +190,17 @@ TEST_ENV = BEYOND_ONE_GPU_HOME="$$PWD/build/test/home" BEYOND_ONE_GPU_CACHE="$$P
 	JUPYTER_DATA_DIR="$$PWD/build/test/jupyter-data" MPLCONFIGDIR="$$PWD/build/test/matplotlib" \
 	HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 
+# The tests of the library two at a time, a file to one of the two; the notebooks, whose cells measure, one after the other.
 test: setup ## set up and run every test; no network is needed after the set-up
 	@mkdir -p build/test
+ifeq ($(TEST_ARGS),)
+	@failed=0; \
+	$(TEST_ENV) $(RUN) -m pytest -q --durations=15 -n 2 --dist loadfile tests || failed=1; \
+	$(TEST_ENV) $(RUN) -m pytest -q --durations=15 lessons labs solutions || failed=1; \
+	exit $$failed
+else
 	@$(TEST_ENV) $(RUN) -m pytest -q --durations=15 $(TEST_ARGS)
+endif
 
 labs: setup ## write labs/ again from solutions/
 	@$(PY) -m course_lib.labs

@@ -14,15 +14,24 @@ GREYS_APART = 0.1
 def told_apart_in_grey(figure: Any) -> list[str]:
     """One sentence for each two entries of a legend that only their colour tells apart, where grey shows none."""
     problems = []
+    plotted = {}  # by label: of error bars a legend's own handle is the bar without its marker
+    for axis in figure.axes:
+        plotted |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     legends = [axis.get_legend() for axis in figure.axes] + list(figure.legends)
     for legend in filter(None, legends):
         entries = [
-            (text.get_text(), handle) for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)
+            (text.get_text(), _drawn(plotted.get(text.get_text(), handle)))
+            for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)
         ]
         for (name, one), (other, two) in itertools.combinations(entries, 2):
             if _form(one) == _form(two) and abs(_grey(one) - _grey(two)) < GREYS_APART:
                 problems.append(f"{name!r} and {other!r} differ by nothing but a colour that is the same grey")
     return problems
+
+
+def _drawn(handle: Any) -> Any:
+    """The line or patch of an entry; error bars come as several."""
+    return handle[0] if isinstance(handle, tuple) and handle else handle
 
 
 def _form(handle: Any) -> tuple:
