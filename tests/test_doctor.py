@@ -189,7 +189,7 @@ def test_the_command(monkeypatch, capsys) -> None:
     assert json.loads(capsys.readouterr().out)[1]["mend"] == "Free some."
     monkeypatch.setattr("course_lib.doctor.command.examine", lambda: iter(some[:1]))
     assert main([]) == 0 and "every lesson runs here" in capsys.readouterr().out
-    assert summary([], 0.1).startswith("every lesson")
+    assert summary([], 0.1, "every lesson runs").startswith("every lesson runs (")
 
 
 def test_it_is_a_command_of_the_course() -> None:

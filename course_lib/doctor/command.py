@@ -7,7 +7,7 @@ import json
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from course_lib.doctor.examining import examine
@@ -24,15 +24,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="all findings as one JSON list")
     given = parser.parse_args(argv)
+    return report(examine(), as_json=given.json, good="every lesson runs here")
+
+
+def report(findings: Iterable[Finding], *, as_json: bool, good: str) -> int:
+    """Print the findings, each as it is found, and a last line, which says `good` where nothing is wrong.
+
+    Returns:
+        The exit code: 1 if there is a problem, 0 otherwise.
+    """
     began, found = time.perf_counter(), []
-    for finding in examine():
+    for finding in findings:
         found.append(finding)
-        if not given.json:
+        if not as_json:
             print(text_of(finding), flush=True)
-    if given.json:
+    if as_json:
         print(json.dumps([asdict(finding) for finding in found], indent=2))
     else:
-        print(summary(found, time.perf_counter() - began))
+        print(summary(found, time.perf_counter() - began, good))
     return int(any(finding.level == PROBLEM for finding in found))
 
 
@@ -44,13 +53,13 @@ def text_of(finding: Finding) -> str:
     return ("\n" + " " * 25).join(lines)
 
 
-def summary(found: Sequence[Finding], seconds: float) -> str:
+def summary(found: Sequence[Finding], seconds: float, good: str) -> str:
     """The last line."""
     count = {level: sum(finding.level == level for finding in found) for level in MARKS}
     if count[PROBLEM]:
         end = f"{count[PROBLEM]} problem{'s' * (count[PROBLEM] > 1)}, with what mends {'them' if count[PROBLEM] > 1 else 'it'} above"
     else:
-        end = "every lesson runs here"
+        end = good
     return f"{end} ({count[OK]} ok, {count[NOTE]} note{'s' * (count[NOTE] != 1)}, {seconds:.1f} s)"
 
 

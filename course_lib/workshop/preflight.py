@@ -6,20 +6,18 @@ What the doctor finds for one learner comes first, then what many at once add: c
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import os
 import re
 import resource
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from course_lib.doctor import examine
-from course_lib.doctor.command import summary, text_of
-from course_lib.doctor.findings import PROBLEM, Finding
+from course_lib.doctor.command import report
+from course_lib.doctor.findings import Finding
 from course_lib.doctor.gpus import driver
 from course_lib.labs import ROOT
 from course_lib.leases import COUNT_VARIABLE, FOLDER_VARIABLE, count_gpus
@@ -97,18 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         gpus_here()
     except ValueError as error:
         parser.error(str(error))
-    began, found = time.perf_counter(), []
-    for findings in ([] if given.class_only else [examine()]) + [for_a_class(given.learners)]:
-        for finding in findings:
-            found.append(finding)
-            if not given.json:
-                print(text_of(finding), flush=True)
-    if given.json:
-        print(json.dumps([asdict(finding) for finding in found], indent=2))
-    else:
-        said = summary(found, time.perf_counter() - began)
-        print(said.replace("every lesson runs here", f"this box carries {given.learners} learners"))
-    return int(any(finding.level == PROBLEM for finding in found))
+    one_learner = () if given.class_only else examine()
+    findings = itertools.chain(one_learner, for_a_class(given.learners))
+    return report(findings, as_json=given.json, good=f"this box carries {given.learners} learners")
 
 
 if __name__ == "__main__":
