@@ -20,6 +20,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_is_pythons_own():
+    """Some packages take SIGINT for themselves and keep it; a test that presses Ctrl-C shall find Python's handler."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session")
 def private_tmp():
     """A temporary folder that only this session writes to; its path is short, for it has to hold sockets."""
