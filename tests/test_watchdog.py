@@ -170,6 +170,10 @@ def test_the_command_watches_to_the_end_and_its_exit_code_says_whether_it_barked
     finally:
         watching.kill()
         watching.wait()
+    mine = signal.getsignal(signal.SIGINT)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert main([str(tmp_path), "--ranks", "2"]) == 0 and signal.getsignal(signal.SIGINT) is mine
+    capsys.readouterr()
     assert main([str(tmp_path), "--ranks", "0"]) == 2 and "1 or more" in capsys.readouterr().err
     assert main([str(tmp_path), "--ranks", "1", "--webhook", "hooks.slack.com/x"]) == 2
     assert "no URL" in capsys.readouterr().err

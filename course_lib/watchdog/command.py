@@ -35,9 +35,6 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Watch until every rank is done, or until SIGINT or SIGTERM."""
     given = parser().parse_args(argv)
-    end = threading.Event()
-    for which in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(which, lambda *_: end.set())
     try:
         watchdog = Watchdog(
             given.folder,
@@ -50,13 +47,24 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
+    end = threading.Event()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(which, lambda *_: end.set()) for which in signals]
+    try:
+        _watch(watchdog, given, end)
+    finally:
+        for which, handler in zip(signals, before, strict=True):
+            signal.signal(which, handler)
+    return ALARMED if watchdog.alarms else QUIET
+
+
+def _watch(watchdog: Watchdog, given: argparse.Namespace, end: threading.Event) -> None:
     with watchdog:
         _tell(f"watching {given.ranks} rank{'s' * (given.ranks > 1)} in {given.folder}")
         while not end.wait(0.2) and not watchdog.finished:
             pass
         if watchdog.finished:
             _tell("every rank is done.")
-    return ALARMED if watchdog.alarms else QUIET
 
 
 def _tell(sentence: str) -> None:
