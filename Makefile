@@ -148,7 +148,7 @@ MAP := lessons/00_start_here.ipynb
 
 # JupyterLab refuses root, which is the only user in many containers. Its token stays on either way.
 lab: setup proof ## set up, show once in ten seconds that training on two ranks works here, open JupyterLab
-	$(RUN) -m jupyterlab --ServerApp.root_dir=. $(if $(NO_BROWSER),--no-browser) \
+	$(RUN) -m course_lib.start_jupyterlab --ServerApp.root_dir=. $(if $(NO_BROWSER),--no-browser) \
 		$$(test "$$(id -u)" != 0 || echo --allow-root) \
 		$(if $(wildcard $(MAP)),--LabApp.default_url=/lab/tree/$(MAP)) $(LAB_ARGS)
 

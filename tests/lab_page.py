@@ -68,7 +68,14 @@ class Server:
         environment |= {name: str(self.home / under) for name, under in PRIVATE.items()}
         # SmolLM2's weights are converted once for all tests
         environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "BEYOND_ONE_GPU_CACHE": str(cache_dir())}
-        command = [sys.executable, "-m", "jupyterlab", "--ServerApp.root_dir=.", "--no-browser", "--allow-root"]
+        command = [
+            sys.executable,
+            "-m",
+            "course_lib.start_jupyterlab",
+            "--ServerApp.root_dir=.",
+            "--no-browser",
+            "--allow-root",
+        ]
         command += [f"--LabApp.default_url=/lab/tree/{MAP}", "--ServerApp.port=0"]
         self.seen: set[psutil.Process] = set()
         with open(self.log, "wb") as log:

@@ -26,7 +26,8 @@ FLOORS = {
     "axolotl_check clusters spikes tracking watchdog parallel plan_files leases",
     "middle": "training checkpoints collectives checking comparing figures notebook calculator stepper measuring axolotl "
     "resume_check conversion small_run grid_explorer stills",
-    "top": "checks workshop doctor __main__ labs proof memory_command axolotl_command plan_command colab where_you_stand",
+    "top": "checks workshop doctor __main__ labs proof memory_command axolotl_command plan_command colab where_you_stand "
+    "start_jupyterlab",
 }
 HEIGHTS = {room: height for height, rooms in enumerate(FLOORS.values()) for room in rooms.split()}
 
