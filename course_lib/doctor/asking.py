@@ -34,14 +34,15 @@ class Answer:
         return Finding(PROBLEM, about, self.failed, means, mend)
 
 
-def ask(code: str, *, seconds: float = SECONDS, **environment: str) -> Answer:
+def ask(code: str, *, seconds: float | None = None, **environment: str) -> Answer:
     """Run `code` in this Python, in a process group of its own, and read the JSON that it prints last.
 
     Args:
         code: ends by printing one line of JSON, a mapping.
-        seconds: after which it is killed, with all that it started.
+        seconds: after which it is killed, with all that it started; None for SECONDS.
         environment: variables to add.
     """
+    seconds = SECONDS if seconds is None else seconds
     asked = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, errors="replace", env={**os.environ, **environment}, start_new_session=True,
