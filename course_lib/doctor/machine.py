@@ -9,6 +9,7 @@ import sys
 import tempfile
 
 from course_lib.doctor.findings import NOTE, OK, PROBLEM, Finding
+from course_lib.doctor.granted import memory_here
 
 GIB = 2**30
 OLDEST, NEWEST = (3, 11), (3, 13)
@@ -40,12 +41,7 @@ def cores() -> Finding:
 
 def memory() -> Finding:
     """Memory of the machine, or of the container where the kernel tells it."""
-    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if os.path.exists(path):
-            with open(path) as file:
-                limit = file.read().strip()
-            size = min(size, int(limit)) if limit.isdigit() else size
+    size = memory_here()
     says = f"{size / GIB:.1f} GiB of memory"
     if size < 6 * GIB:
         return Finding(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.style import COLOURS, HATCHES, new_figure, picture
+from course_lib.figures.style import COLOURS, HATCHES, in_turn, new_figure, picture
 from course_lib.parallel.grid import AXES, NAMES, Grid
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def draw_rank_grid(grid: Grid, *, axis: str = "tp", per_node: int = 8, title: st
             place[rank] = (left + i, bottom)
             group = letter[rank]
             area.add_patch(_box(left + i, bottom, 0.9, 0.9, facecolor=PALETTE[group % 7], edgecolor="white",
-                                hatch=HATCHES[(group + group // 7) % 7]))  # fmt: skip
+                                hatch=in_turn(HATCHES, group)))  # fmt: skip
             small = per_node > 8
             area.text(left + i + 0.45, bottom + 0.63, f"{rank}", ha="center", va="center", fontsize=7 if small else 9,
                       fontweight="bold", bbox=LABEL)  # fmt: skip
@@ -156,7 +156,7 @@ def _steps(axis: Axes, ranks: int, layout: str) -> list[float]:
             source = (rank - step) % ranks
             x, y = step * 1.15, (ranks - 1 - rank) * 1.0
             axis.add_patch(_box(x, y, 0.78, 0.78, facecolor="white", edgecolor="#999999"))
-            colour, hatch = PALETTE[source % 7], HATCHES[(source + source // 7) % 7]
+            colour, hatch = PALETTE[source % 7], in_turn(HATCHES, source)
             for mine, theirs, diagonal in meetings(rank, source, ranks, seq_len, layout):
                 left, top = x + theirs.start * size, y + 0.78 - mine.start * size
                 corners = [(left, top), (left, top - size), (left + size, top - size)]

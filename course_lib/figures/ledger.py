@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.style import COLOURS, HATCHES, new_figure, picture
+from course_lib.figures.style import COLOURS, HATCHES, in_turn, new_figure, picture
 from course_lib.ledger import amount
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _draw_residuals(axis: Any, rows: Sequence[int], known: Sequence[Any]) -> Non
             style = 0 if name == "unexplained" else names.setdefault(name, len(names) + 1)
             axis.barh(
                 row, percent, left=ends[side], height=0.4, label=name,
-                color=COLOURS[style % 7] if style else UNEXPLAINED, hatch=HATCHES[(style + style // 7) % 7], edgecolor="white",
+                color=COLOURS[style % 7] if style else UNEXPLAINED, hatch=in_turn(HATCHES, style), edgecolor="white",
             )  # fmt: skip
             ends[side] += percent
         axis.annotate(f" {entry.percent:+.2f} %", (max(ends[1], 0.0), row), va="center", fontsize=9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.style import COLOURS, HATCHES, LINES, MARKERS, new_figure, picture
+from course_lib.figures.style import COLOURS, HATCHES, LINES, MARKERS, in_turn, new_figure, picture
 
 if TYPE_CHECKING:
     from course_lib.figures.style import Picture
@@ -194,8 +194,8 @@ def learning(
     for i, (name, losses) in enumerate(curves.items()):
         how = dict(
             color=COLOURS[i % 7],
-            linestyle=LINES[(i + i // 7) % 7],
-            marker=MARKERS[(i + i // 7) % 7],
+            linestyle=in_turn(LINES, i),
+            marker=in_turn(MARKERS, i),
             markerfacecolor="none",
         )
         left.plot(range(1, len(losses) + 1), losses, label=name, **how)

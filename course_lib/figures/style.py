@@ -6,6 +6,7 @@ import base64
 import html
 import io
 import numbers
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,11 @@ MARKERS = ["o", "s", "^", "D", "v", "P", "x"]
 LINES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))]
 HATCHES = ["", "//", "..", "xx", "\\\\", "++", "oo"]
 DPI = 90
+
+
+def in_turn(forms: Sequence[Any], i: int) -> Any:
+    """The line, marker or hatch of the ``i``-th series: where its colour comes again, the form is another one."""
+    return forms[(i + i // 7) % 7]
 
 
 def new_figure(width: float = 7.5, height: float = 3.4, *, rows: int = 1, columns: int = 1) -> tuple[Figure, list]:

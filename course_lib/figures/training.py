@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.style import COLOURS, HATCHES, LINES, MARKERS, new_figure, nice_number, picture
+from course_lib.figures.style import COLOURS, HATCHES, LINES, MARKERS, in_turn, new_figure, nice_number, picture
 
 if TYPE_CHECKING:
     from course_lib.figures.style import Picture
@@ -30,8 +30,8 @@ def losses(series: Mapping[str, Sequence[float]], *, title: str = "Loss of the g
     figure, (axis,) = new_figure()
     for i, (name, values) in enumerate(series.items()):
         axis.plot(
-            range(1, len(values) + 1), values, label=name, color=COLOURS[i % 7], linestyle=LINES[(i + i // 7) % 7],
-            marker=MARKERS[(i + i // 7) % 7], markersize=10 - 1.5 * min(i, 4), markerfacecolor="none", linewidth=1.3,
+            range(1, len(values) + 1), values, label=name, color=COLOURS[i % 7], linestyle=in_turn(LINES, i),
+            marker=in_turn(MARKERS, i), markersize=10 - 1.5 * min(i, 4), markerfacecolor="none", linewidth=1.3,
         )  # fmt: skip
     axis.set(xlabel="optimizer step", ylabel="loss (nats a byte)", title=title)
     axis.xaxis.get_major_locator().set_params(integer=True)
@@ -110,8 +110,8 @@ def throughput(
             ranks,
             values,
             color=COLOURS[i % 7],
-            linestyle=LINES[(i + i // 7) % 7],
-            marker=MARKERS[(i + i // 7) % 7],
+            linestyle=in_turn(LINES, i),
+            marker=in_turn(MARKERS, i),
             label=name,
         )
     axis.set(xlabel="ranks", ylabel="tokens per second", title=title, ylim=(0, None))
@@ -132,7 +132,7 @@ def bars(values: Mapping[str, float], *, ylabel: str, title: str, height: float 
     figure, (axis,) = new_figure(height=height)
     drawn = axis.bar(list(values), list(values.values()), color=[COLOURS[i % 7] for i in range(len(values))], width=0.6)
     for i, bar in enumerate(drawn):
-        bar.set_hatch(HATCHES[(i + i // 7) % 7])
+        bar.set_hatch(in_turn(HATCHES, i))
         bar.set_edgecolor("white")
     axis.bar_label(drawn, labels=[nice_number(v) for v in values.values()], padding=2)
     axis.set(ylabel=ylabel, title=title)

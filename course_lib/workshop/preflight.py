@@ -13,12 +13,12 @@ import resource
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from course_lib.doctor import examine
 from course_lib.doctor.command import report
 from course_lib.doctor.findings import Finding
 from course_lib.doctor.gpus import driver
+from course_lib.doctor.granted import cores_here, memory_here, tasks_here
 from course_lib.labs import ROOT
 from course_lib.leases import COUNT_VARIABLE, FOLDER_VARIABLE, count_gpus
 from course_lib.workshop import class_needs
@@ -42,36 +42,6 @@ def gpus_here() -> int:
     """GPUs to lend; 0 where the driver lists none. Raises ValueError where the variable that says how many is no number."""
     listed = len(re.findall(r"^GPU \d+:", driver() or "", re.MULTILINE))
     return count_gpus() if os.environ.get(COUNT_VARIABLE) else listed
-
-
-def cores_here(groups: Path = Path("/sys/fs/cgroup")) -> float:
-    """Cores that this process may use: its affinity, or what the container is given where that is less."""
-    number = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    quota, _, period = _first_line(groups / "cpu.max").partition(" ")
-    if not quota:
-        quota, period = (_first_line(groups / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-    return min(number, int(quota) / int(period)) if quota.isdigit() and period.isdigit() else number
-
-
-def memory_here(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of memory of this box, or what the container is given where that is less."""
-    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    given = _first_line(groups / "memory.max") or _first_line(groups / "memory" / "memory.limit_in_bytes")
-    return min(size, int(given)) if given.isdigit() else size
-
-
-def tasks_here(groups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Processes and threads that the container may have; None for no limit."""
-    given = _first_line(groups / "pids.max") or _first_line(groups / "pids" / "pids.max")
-    return int(given) if given.isdigit() else None
-
-
-def _first_line(path: Path) -> str:
-    """What the kernel says there; empty where there is no such file."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _limit(kind: int) -> int | None:
