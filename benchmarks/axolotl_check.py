@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-CHECK = "import sys; from course_lib.axolotl_command import main; sys.exit(main(['check', 'good.yml', '--gpus', '4x24GiB']))"
+CHECK = "import sys; from course_tools.axolotl.command import main; sys.exit(main(['check', 'good.yml', '--gpus', '4x24GiB']))"
 AXOLOTL = """
 import yaml
 from axolotl.utils.config import validate_config

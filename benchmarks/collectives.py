@@ -26,7 +26,7 @@ def race(sizes: list[int], rounds: int) -> tuple[dict[str, dict[int, list[float]
     import torch
     import torch.distributed as dist
 
-    from course_lib.collectives import Traffic, doubling, halving, naive, ring, tree
+    from course_lib.collectives.by_hand import Traffic, doubling, halving, naive, ring, tree
 
     racers = {
         "dist.all_reduce": dist.all_reduce,
@@ -94,7 +94,7 @@ def fit_holds() -> dict[str, bool]:
 
     By each size's median. A size's fastest round is one lucky call in many: among small sizes it varies twofold.
     """
-    from course_lib.measuring import bench_collective
+    from course_lib.collectives.measuring import bench_collective
 
     ranks = max(2, min(RANKS, os.cpu_count() or 2))  # ranks that share a core measure the scheduler
     curve = bench_collective("all_reduce", FIT_SIZES, ranks=ranks, repeats=FIT_ROUNDS, backend="gloo")

@@ -65,7 +65,7 @@ def ranks_running() -> list[psutil.Process]:
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    from course_lib.training.resumable_journal import read
+    from course_lib.training.resumable.journal import read
 
     return [event for event in read(folder) if event["event"] == kind]
 
@@ -74,8 +74,8 @@ def kill_once(folder: Path, number: int, rng: random.Random, ranks: int, steps: 
     """One launch that is ended by SIGKILL; what was done, what is whole, and how soon it had been at work."""
     from course_lib import checkpoints
     from course_lib.launch import RankFailed, launch
-    from course_lib.training import resumable
-    from course_lib.training.resumable_journal import read, steps_that_count
+    from course_lib.training.resumable import program as resumable
+    from course_lib.training.resumable.journal import read, steps_that_count
 
     lives = len(events(folder, "start"))
     striker = Striker(folder, rng, everybody=number % 2 == 1)
@@ -111,7 +111,7 @@ def main() -> int:
     options = parser.parse_args()
 
     from course_lib.launch import launch
-    from course_lib.training import resumable
+    from course_lib.training.resumable import program as resumable
 
     steps, rng = 10 * options.kills, random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:

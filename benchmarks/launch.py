@@ -195,7 +195,7 @@ def hang_report() -> float:
 
 def check_on_two_ranks() -> float:
     """One exercise of lab 4 on 2 ranks: gradient accumulation held against the big batch, with bytes counted."""
-    from course_lib.checks.lab04 import accumulation, on_ranks
+    from course_checks.lab04 import accumulation, on_ranks
     from course_lib.launch import launch
 
     def step(model, optimizer, micro_batches, loss_fn):

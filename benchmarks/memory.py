@@ -73,7 +73,7 @@ class Case:
     def __init__(self, name: str, base: Any, chosen: dict[str, str]) -> None:
         import torch
 
-        from course_lib.training import building
+        from course_lib.training.finetune import building
 
         self.chosen, self.precision = chosen, chosen["precision"]
         made = {key: chosen[key] for key in ("method", "precision", "checkpointing")}
@@ -83,7 +83,7 @@ class Case:
         self.batch = torch.randint(0, 200, SIZES[name], generator=torch.Generator().manual_seed(0))
 
     def step(self) -> None:
-        from course_lib.training import building
+        from course_lib.training.finetune import building
 
         with building.autocast(self.precision, "cpu"):
             loss = self.model(input_ids=self.batch, labels=self.batch).loss
@@ -94,7 +94,7 @@ class Case:
 
     def measured(self) -> dict[str, int]:
         from course_lib.observe import MemoryProbe, tensor_bytes
-        from course_lib.training.building import quantization_constants
+        from course_lib.training.finetune.building import quantization_constants
 
         self.step()
         probe = MemoryProbe(self.model, self.optimizer)
@@ -199,7 +199,7 @@ def fake() -> dict[str, bool]:
     import torch
 
     from course_lib.memory import PRESETS, estimate
-    from course_lib.training.fake_step import fake_step
+    from course_lib.training.finetune.fake_step import fake_step
 
     torch.set_num_threads(1)
     print("GiB at the peak of forward and backward pass, the optimizer's step apart")
@@ -232,7 +232,7 @@ def waste() -> dict[str, bool]:
     from course_lib.memory import PRESETS
     from course_lib.memory.allocator import replay, smallest_limit
     from course_lib.memory.breakdown import EXPECTED_WASTE
-    from course_lib.training.fake_step import fake_events
+    from course_lib.training.finetune.fake_step import fake_events
 
     torch.set_num_threads(1)
     runs = [("tiny", "float32", 4, 128), ("smollm2-135m", "float32", 2, 512), ("smollm2-135m", "float32", 8, 1024),

@@ -16,8 +16,8 @@ import platform
 import statistics
 import time
 
-from course_lib.planner import MFU_DEFINITION, NoPlan, check_settings, plan, procedure
-from course_lib.planner.cases import CASES
+from course_tools.planning import MFU_DEFINITION, NoPlan, check_settings, plan, procedure
+from course_tools.planning.cases import CASES
 
 SEARCHES = {
     "llama-2-7b on rtx4090": ("llama-2-7b", "rtx4090", 16, 512),

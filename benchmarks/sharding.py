@@ -161,7 +161,7 @@ def by_launch(program: str, settings: dict[str, Any]) -> tuple[float, float]:
 
 
 def by_command(command: str) -> tuple[float, float]:
-    from course_lib.shell import shell
+    from course_lib.launch.commands import shell
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -183,7 +183,7 @@ def _accelerator() -> str:
 
 def seconds(rounds: int) -> dict[str, bool]:
     zero = {"stage": 2, "bucket_elements": BUCKET}
-    words = f"course_lib.training.zero --stage 2 --bucket-elements {BUCKET}"
+    words = f"course_lib.training.sharded.zero --stage 2 --bucket-elements {BUCKET}"
     races: dict[str, dict[str, Callable[[], tuple[float, float]]]] = {
         "FSDP2: the course's program against Accelerate's": {
             "fsdp.train, launch": lambda: by_launch("fsdp", {}),

@@ -18,8 +18,8 @@ def on_gpu(shape: Any, method: str, steps: int, seq_len: int, micro_batch: int) 
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from course_lib.observe import observe
-    from course_lib.training.building import best_precision, build_optimizer, dtypes, prepare, trainable
-    from course_lib.training.fsdp_sharding import proof, shard
+    from course_lib.training.finetune.building import best_precision, build_optimizer, dtypes, prepare, trainable
+    from course_lib.training.sharded.fsdp_sharding import proof, shard
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     precision = best_precision(device)
@@ -57,8 +57,8 @@ def recorded(path: str) -> dict[str, bool]:
         print("  no GPU here: nothing is measured, and nothing is written")
         return {}
     from course_lib.launch import RankFailed, launch
-    from course_lib.ledger import stamp
     from course_lib.memory import PRESETS, estimate
+    from course_lib.notebook.ledger import stamp
 
     gpus, rows = torch.cuda.device_count(), []
     for name in ("llama-3.2-1b", "llama-3.1-8b"):

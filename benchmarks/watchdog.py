@@ -34,9 +34,9 @@ def train(
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from course_lib.data import sample_batch
     from course_lib.models import tiny_llama
-    from course_lib.watchdog import Heartbeat
+    from course_lib.models.data import sample_batch
+    from course_lib.observe.heartbeat import Heartbeat
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(tiny_llama())
@@ -85,7 +85,7 @@ def train(
 
 def healthy(seconds: float, every: float) -> bool:
     from course_lib.launch import launch
-    from course_lib.watchdog import Watchdog
+    from course_tools.monitoring import Watchdog
 
     with tempfile.TemporaryDirectory() as folder, Watchdog(folder, ranks=2) as watchdog:
         run = launch(train, folder, every=every, seconds=seconds, ranks=2, timeout=seconds + 120, quiet=True)
@@ -102,7 +102,7 @@ def healthy(seconds: float, every: float) -> bool:
 
 def planted(hangs: int, every: float) -> bool:
     from course_lib.launch import launch
-    from course_lib.watchdog import Watchdog
+    from course_tools.monitoring import Watchdog
 
     dice, steps, step = random.Random(0), {}, 20
     for _ in range(hangs):
@@ -133,8 +133,8 @@ def planted(hangs: int, every: float) -> bool:
 
 
 def costs(steps: int = 50) -> None:
-    from course_lib.tracking import Tracker
-    from course_lib.watchdog import Heartbeat
+    from course_lib.observe.heartbeat import Heartbeat
+    from course_lib.observe.tracking import Tracker
 
     with tempfile.TemporaryDirectory() as folder, Heartbeat(folder, rank=0, every=1.0) as heartbeat:
         began = time.perf_counter()

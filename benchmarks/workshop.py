@@ -26,12 +26,12 @@ from pathlib import Path
 
 import psutil
 
-from course_lib.leases import Pool
+from course_lib.launch.leases import Pool
 
 ROOT = Path(__file__).resolve().parents[1]
 LEARNER = """
 import json, os, random, sys, time
-from course_lib.leases import Pool
+from course_lib.launch.leases import Pool
 name, folder, flags, rounds, for_ever = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
 dice, pool, log = random.Random(name), Pool(folder), os.open(f"{flags}/log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 double = 0

@@ -16,7 +16,7 @@ from pathlib import Path
 from links import Links
 from notebook_page import page_of
 
-from course_lib.figures.stored import pictures
+from course_lib.figures.stored_figures import pictures
 
 ROOT = Path(__file__).resolve().parent.parent
 TASTE = "Llama-3.1-8B, one sequence of 2,048 tokens"  # how the landing page's figure begins its description

@@ -8,7 +8,7 @@ from typing import Any
 
 from links import Links
 
-from course_lib.figures.stored import pictures
+from course_lib.figures.stored_figures import pictures
 
 Notebook = dict[str, Any]
 WIDGET = "application/vnd.jupyter.widget-view+json"

@@ -1,4 +1,4 @@
-"""A model, data and a YAML without a mistake in them, for the tests of `course_lib.axolotl_check`: nothing is trained."""
+"""A model, data and a YAML without a mistake in them, for the tests of `course_tools.axolotl.check`: nothing is trained."""
 
 from __future__ import annotations
 

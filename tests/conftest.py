@@ -44,7 +44,7 @@ def private_tmp():
 @pytest.fixture
 def one_thread():
     """What the test computes, it computes on one thread: the tiny model gains nothing from two."""
-    from course_lib.threads import one_thread
+    from course_lib.launch.threads import one_thread
 
     with one_thread():
         yield

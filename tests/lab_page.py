@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from course_lib.smollm2_copy import cache_dir
+from course_lib.models.smollm2_weights import cache_dir
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
@@ -71,7 +71,7 @@ class Server:
         command = [
             sys.executable,
             "-m",
-            "course_lib.start_jupyterlab",
+            "course_lib.notebook.start_jupyterlab",
             "--ServerApp.root_dir=.",
             "--no-browser",
             "--allow-root",

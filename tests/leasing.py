@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from course_lib.leases import Pool
+from course_lib.launch.leases import Pool
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 30.0  # seconds that a condition may take before a test fails

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from course_lib.memory import estimate, shape_of
-from course_lib.planner import Plan, machines
+from course_tools.planning import Plan, machines
 
 
 def a_plan(

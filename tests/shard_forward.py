@@ -1,4 +1,4 @@
-"""A Llama's or Qwen's forward pass on its shards in one process, written apart from course_lib.conversion.
+"""A Llama's or Qwen's forward pass on its shards in one process, written apart from course_tools.conversion.
 
 Every tensor-parallel rank's part is computed by itself, partial sums are added by hand, stage after stage.
 """

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from axolotl_yaml import AUTO, FSDP, GOOD, LORA, NUM_ROWS, QLORA, changed, make_folder, write_rows
 
-from course_lib.axolotl_check import check, cluster, read_yaml
-from course_lib.axolotl_check.findings import nearest
-from course_lib.axolotl_check.packing import packed_rows
-from course_lib.axolotl_check.yaml_lines import parse
 from course_lib.memory import estimate, largest_micro_batch, shape_of
+from course_tools.axolotl.check import check, cluster, read_yaml
+from course_tools.axolotl.check.findings import nearest
+from course_tools.axolotl.check.packing import packed_rows
+from course_tools.axolotl.check.yaml_lines import parse
 
 TINY = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "kv_heads": 2, "intermediate": 128}
 

@@ -11,10 +11,10 @@ import pytest
 import yaml
 from axolotl_yaml import GOOD, changed, make_folder
 
-from course_lib import axolotl_command
-from course_lib.axolotl_check import schema
-from course_lib.axolotl_check.checking import check
-from course_lib.axolotl_check.findings import Finding
+from course_tools.axolotl import command as axolotl_command
+from course_tools.axolotl.check import schema
+from course_tools.axolotl.check.checking import check
+from course_tools.axolotl.check.findings import Finding
 
 HEAVY = ("torch", "transformers", "axolotl", "datasets", "pydantic", "jsonschema")
 
@@ -63,7 +63,7 @@ def test_no_yaml_raises(text: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_check_imports_no_torch() -> None:
     script = (
-        "import sys; from course_lib.axolotl_command import main; code = main(['check', 'good.yml']); "
+        "import sys; from course_tools.axolotl.command import main; code = main(['check', 'good.yml']); "
         f"print('heavy:', [name for name in {HEAVY!r} if name in sys.modules]); sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
@@ -102,7 +102,7 @@ def test_the_stored_schema_is_that_of_the_installed_axolotl(axolotl: object) -> 
 
 def test_axolotl_refuses_what_the_rules_say_that_it_refuses(axolotl: object) -> None:
     """Sentences of the rules against Axolotl itself: what `validate_config` says to each of these, in this process."""
-    from course_lib.axolotl_check.deep import validate
+    from course_tools.axolotl.check.deep import validate
 
     capabilities = {"bf16": True, "fp8": False, "tf32": True, "n_gpu": 4, "n_node": 1, "compute_capability": "sm_80"}
     fsdp = {"fsdp_config": {"reshard_after_forward": True}}

@@ -1,4 +1,4 @@
-"""Each rule of `course_lib.axolotl_check`: a YAML in which it must find its mistake, and a near miss in which it must not."""
+"""Each rule of `course_tools.axolotl.check`: a YAML in which it must find its mistake, and a near miss in which it must not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import yaml
 from axolotl_yaml import AUTO, FSDP, GOOD, LORA, NO_KERNELS, QLORA, ZERO3, changed, make_folder
 
-from course_lib.axolotl_check import check
+from course_tools.axolotl.check import check
 
 LESSONS = Path(__file__).parents[1] / "lessons" / "07_axolotl"
 CARDS = "4x24GiB"

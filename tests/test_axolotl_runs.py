@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.axolotl import (
+from course_lib.launch import RankFailed
+from course_tools.axolotl import (
     AxolotlRun,
     inference,
     make_inputs,
@@ -22,8 +23,7 @@ from course_lib.axolotl import (
     warm_axolotl,
     write,
 )
-from course_lib.axolotl.witness import read
-from course_lib.launch import RankFailed
+from course_tools.axolotl.witness import read
 
 YAMLS = Path(__file__).resolve().parent.parent / "lessons" / "07_axolotl"
 STEPS = 20  # of the methods that must agree
@@ -226,7 +226,7 @@ from accelerate import ParallelismConfig
 from accelerate.state import PartialState
 before, mesh = PartialState._prepare_backend, ParallelismConfig.build_device_mesh
 torch.cuda.is_available = lambda: True  # not earlier: a CPU build of PyTorch cannot be imported through with it
-import course_lib.axolotl.cpu_ranks as adapter
+import course_tools.axolotl.cpu_ranks as adapter
 adapter.let_cpu_ranks_train()
 same = PartialState._prepare_backend is before and ParallelismConfig.build_device_mesh is mesh
 print(json.dumps([same, os.environ.get("ACCELERATE_TORCH_DEVICE"), os.environ.get("DS_ACCELERATOR")]))

@@ -8,12 +8,12 @@ import warnings
 import pytest
 import torch
 
-from course_lib.data import sample_batch
 from course_lib.models import tiny_llama
+from course_lib.models.data import sample_batch
 from course_lib.observe import observe, tensor_bytes
 from course_lib.observe.memory import optimizer_tensors
-from course_lib.training import building
-from course_lib.training.building import (
+from course_lib.training.finetune import building
+from course_lib.training.finetune.building import (
     METHODS,
     PRECISIONS,
     autocast,
@@ -102,7 +102,7 @@ def test_checkpointing_and_flash_attention_lower_the_peak(method):
 
 
 def test_selective_keeps_the_products_and_the_attention_and_recomputes_the_rest(monkeypatch):
-    from course_lib.training import checkpointing
+    from course_lib.training.finetune import activation_checkpointing as checkpointing
 
     kept = {}
     policy = checkpointing.keep_what_was_dear

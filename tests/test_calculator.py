@@ -2,8 +2,8 @@
 
 import pytest
 
-from course_lib.calculator import START, answer, calculator
 from course_lib.memory import CARDS, estimate
+from course_lib.notebook.widgets.calculator import START, answer, calculator
 
 
 def controls(widget):

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from course_lib import checking, progress
-from course_lib.checking import Lab, NotYet, Verdict, close, returned
+from course_checks.harness import checking
+from course_checks.harness.checking import Lab, NotYet, Verdict, close, returned
 from course_lib.launch import RankFailed, RanksHung
+from course_lib.notebook import progress
 
 ROOT = Path(checking.__file__).parent.parent
 
@@ -21,7 +22,7 @@ def home(tmp_path, monkeypatch):
 
 def course_code(source: str, **names) -> dict:
     """Run `source` as if it stood in course_lib/checks/lab99.py, so that its frames are the course's."""
-    names |= {"__name__": "course_lib.checks.lab99", "NotYet": NotYet, "close": close, "returned": returned}
+    names |= {"__name__": "course_checks.lab99", "NotYet": NotYet, "close": close, "returned": returned}
     exec(compile(source, str(ROOT / "course_lib" / "checks" / "lab99.py"), "exec"), names)
     return names
 
@@ -130,7 +131,7 @@ def test_an_exception_deep_in_a_library_names_the_learners_line():
 
 
 def test_course_code_called_by_the_learner_is_still_the_learners_line():
-    f = cell("from course_lib.ledger import predict\ndef f():\n    predict('x', 1, 'G')\n")["f"]
+    f = cell("from course_lib.notebook.ledger import predict\ndef f():\n    predict('x', 1, 'G')\n")["f"]
     message = a_lab().double(f).message
     assert "ValueError" in message and "line 3: `predict('x', 1, 'G')`" in message
 
@@ -234,7 +235,9 @@ def test_real_ranks_from_a_real_launch():
     message = lab.double(cell("def f():\n    return 1 / 0\n")["f"]).message
     assert message.startswith("your code raised ZeroDivisionError: division by zero on rank 0 at your cell, line 2")
     assert lab.double(cell("def f():\n    return 3\n")["f"]).status == "passed"
-    stop = cell("from course_lib.checking import NotYet\ndef f():\n    raise NotYet('said in a rank')\n")["f"]
+    stop = cell("from course_checks.harness.checking import NotYet\ndef f():\n    raise NotYet('said in a rank')\n")[
+        "f"
+    ]
     assert str(lab.double(stop)) == "not yet: said in a rank"
     lock = cell("import threading\nlock = threading.Lock()\ndef f():\n    return lock\n")["f"]
     assert "cannot travel" in str(lab.double(lock))

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from course_lib import checkpoints
 from course_lib.checkpoints import CheckpointError
-from course_lib.data import sample_batch
 from course_lib.launch import launch
 from course_lib.models import tiny_llama
+from course_lib.models.data import sample_batch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 
@@ -71,8 +71,8 @@ class ZeroRun:
     asynchronous = False
 
     def __init__(self, name: str, seed: int) -> None:
-        from course_lib.training.zero_config import zero_config
-        from course_lib.training.zero_engine import initialize
+        from course_lib.training.sharded.zero_config import zero_config
+        from course_lib.training.sharded.zero_engine import initialize
 
         config = zero_config(int(name[-1]), ranks=dist.get_world_size(), global_batch=BATCH, lr=1e-2)
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": END}}

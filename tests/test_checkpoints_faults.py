@@ -35,8 +35,8 @@ def target_of(kind: str) -> dict:
     torch.set_num_threads(1)
     model = tiny_llama(**SHAPE)
     if kind == "zero2":
-        from course_lib.training.zero_config import zero_config
-        from course_lib.training.zero_engine import initialize
+        from course_lib.training.sharded.zero_config import zero_config
+        from course_lib.training.sharded.zero_engine import initialize
 
         return dict(engine=initialize(model, zero_config(2, ranks=dist.get_world_size(), global_batch=6)))
     if dist.is_initialized():

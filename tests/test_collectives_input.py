@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_leftovers")
 
 def complaints() -> dict[str, str | None]:
     """By mistake, the sentence that this rank was told."""
-    from course_lib.collectives import all_to_all, doubling, halving, naive, ring, tree
+    from course_lib.collectives.by_hand import all_to_all, doubling, halving, naive, ring, tree
 
     rank, n = dist.get_rank(), dist.get_world_size()
     odd, even = dist.new_group([1, 3]), dist.new_group([0, 2])
@@ -98,7 +98,7 @@ def test_bad_input_is_told_on_every_rank_in_one_sentence_before_it_hangs():
 
 
 def unchecked() -> tuple[int, int]:
-    from course_lib.collectives import Traffic, ring
+    from course_lib.collectives.by_hand import Traffic, ring
 
     with Traffic() as sent:
         ring.all_reduce(torch.ones(12), check=False)

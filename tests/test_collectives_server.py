@@ -48,7 +48,7 @@ def vector(net: torch.nn.Module) -> torch.Tensor:
 
 def served(make: Any, steps: int, staleness: int, server: int = 0, members: list[int] | None = None, lame: float = 0):
     """(report, final parameters, traffic) of each rank; ``lame``: seconds that the last worker takes longer a step."""
-    from course_lib.collectives import Traffic, parameter_server
+    from course_lib.collectives.by_hand import Traffic, parameter_server
 
     group = None if members is None else dist.new_group(members)
     if members is not None and dist.get_rank() not in members:
@@ -153,7 +153,7 @@ def test_a_stale_server_with_one_worker_is_plain_training_and_several_converge()
 
 
 def refusals() -> list[str]:
-    from course_lib.collectives import parameter_server
+    from course_lib.collectives.by_hand import parameter_server
 
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
     other = small_net() if dist.get_rank() else torch.nn.Linear(3, 1).double()

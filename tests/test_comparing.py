@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from course_lib.comparing import NotAttempted, NotYet, close, ratio_hint, returned
+from course_checks.harness.comparing import NotAttempted, NotYet, close, ratio_hint, returned
 
 
 def test_close_names_the_largest_difference_and_its_place():

@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from course_lib.data import sample_batch
 from course_lib.launch import launch
 from course_lib.memory import shape_of
 from course_lib.models import tiny_llama
+from course_lib.models.data import sample_batch
 from course_lib.parallel.traffic import context_parallel as traffic
-from course_lib.training import context_parallel, single
+from course_lib.training import single
 from course_lib.training.command_line import parse
-from course_lib.training.ring_attention import meetings, positions, ring_attention, runs, scores_computed
+from course_lib.training.sequence import context_parallel
+from course_lib.training.sequence.ring_attention import meetings, positions, ring_attention, runs, scores_computed
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 

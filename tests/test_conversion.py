@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from course_lib.conversion import LAYOUTS, merge_state, split_state
+from course_tools.conversion import LAYOUTS, merge_state, split_state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {

@@ -18,8 +18,8 @@ from shard_forward import forward
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen2ForCausalLM
 
 from course_lib.checkpoints import CheckpointError
-from course_lib.conversion import LAYOUTS, command, merge, merge_state, merging, seal, split, split_state, splitting
 from course_lib.models import byte_tokenizer, no_progress_bars
+from course_tools.conversion import LAYOUTS, command, merge, merge_state, merging, seal, split, split_state, splitting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = torch.arange(20).reshape(2, 10) * 11 % 60
@@ -327,7 +327,7 @@ def test_the_command_line(checkpoint, tmp_path, capsys, monkeypatch):
     there, back = tmp_path / "shards", tmp_path / "back"
     monkeypatch.setattr(sys, "argv", ["conversion", "split", str(checkpoint), str(there), "--tp", "4", "--pp", "1"])
     with pytest.raises(SystemExit) as left:
-        runpy.run_module("course_lib.conversion", run_name="__main__")
+        runpy.run_module("course_tools.conversion", run_name="__main__")
     assert left.value.code == 0
     assert len(list(there.glob("tp-0?-of-04_pp-01-of-01.safetensors"))) == 4
     assert command.main(["seal", str(there), "--tp", "4", "--pp", "1"]) == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from course_lib.launch import launch
-from course_lib.training import megatron_linears
+from course_lib.training.tensor import megatron_linears
 
 LENGTH = 12
 
@@ -33,7 +33,7 @@ def logits_by_megatron(kinds: list[str]) -> dict[str, tuple[float, float]]:
     """On each rank: per kind the largest difference between the logits, and the largest logit."""
     import torch.distributed as dist
 
-    from course_lib.conversion import split_state
+    from course_tools.conversion import split_state
 
     megatron_linears.megatron_core()
     from megatron.core import parallel_state

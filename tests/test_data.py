@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from course_lib import data
-from course_lib.models import byte_tokenizer
+from course_lib.models import byte_tokenizer, data
 
 
 def test_english_is_real_text_of_a_few_hundred_kilobytes_in_a_fixed_order():
@@ -25,7 +24,7 @@ def test_english_is_real_text_of_a_few_hundred_kilobytes_in_a_fixed_order():
 def test_english_costs_a_cold_process_little_and_is_the_same_there():
     code = """if True:
         import hashlib, time
-        from course_lib import data
+        from course_lib.models import data
         started = time.perf_counter()
         tokens = data._english_tokens()
         print(time.perf_counter() - started, hashlib.sha256(tokens.numpy().tobytes()).hexdigest())"""

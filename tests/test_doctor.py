@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.doctor import Finding, asking, examine, gpus, hub, machine, packages, ranks
-from course_lib.doctor.command import main, summary, text_of
-from course_lib.doctor.findings import NOTE, OK, PROBLEM
+from course_tools.doctor import Finding, asking, examine, gpus, hub, machine, packages, ranks
+from course_tools.doctor.command import main, summary, text_of
+from course_tools.doctor.findings import NOTE, OK, PROBLEM
 
 ROOM = Path(machine.__file__).parent
 Usage = namedtuple("Usage", "total used free")
@@ -179,7 +179,7 @@ def test_a_process_that_hangs_is_ended_with_all_that_it_started(tmp_path) -> Non
 
 def test_the_command(monkeypatch, capsys) -> None:
     some = [Finding(OK, "Python", "3.11"), Finding(PROBLEM, "disk", "full", "Saving fails.", "Free some.")]
-    monkeypatch.setattr("course_lib.doctor.command.examine", lambda: iter(some))
+    monkeypatch.setattr("course_tools.doctor.command.examine", lambda: iter(some))
     assert main([]) == 1
     told = capsys.readouterr().out
     assert (
@@ -189,7 +189,7 @@ def test_the_command(monkeypatch, capsys) -> None:
     )
     assert main(["--json"]) == 1
     assert json.loads(capsys.readouterr().out)[1]["mend"] == "Free some."
-    monkeypatch.setattr("course_lib.doctor.command.examine", lambda: iter(some[:1]))
+    monkeypatch.setattr("course_tools.doctor.command.examine", lambda: iter(some[:1]))
     assert main([]) == 0 and "every lesson runs here" in capsys.readouterr().out
     assert summary([], 0.1, "every lesson runs").startswith("every lesson runs (")
 

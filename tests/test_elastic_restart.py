@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from course_lib import checkpoints
 from course_lib.launch import RankFailed, launch
-from course_lib.launch.meeting import meeting_place
-from course_lib.shell import Background
-from course_lib.training import resumable
-from course_lib.training.resumable_journal import read
+from course_lib.launch.commands import Background
+from course_lib.launch.rendezvous import meeting_place
+from course_lib.training.resumable import program as resumable
+from course_lib.training.resumable.journal import read
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -58,7 +58,7 @@ def rank_below(process, rank):
 
 def test_torchrun_restarts_after_a_killed_rank_and_the_losses_do_not_show_it(undisturbed, tmp_path):
     options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in HOW.items())
-    module = "-m course_lib.training.resumable"
+    module = "-m course_lib.training.resumable.program"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = f"--master_addr 127.0.0.1 --master_port {free.getsockname()[1]}"

@@ -14,10 +14,10 @@ import cloudpickle
 import psutil
 import pytest
 
-from course_lib.emulate import CannotEmulate, delay, emulated_hosts, namespaces, through_the_link
+from course_lib.collectives.links import Link
 from course_lib.launch import RankFailed
-from course_lib.links import Link
-from course_lib.training.scaling import expected_step, scaling
+from course_lib.launch.emulation import CannotEmulate, delay, emulated_hosts, namespaces, through_the_link
+from course_lib.training.data_parallel.scaling import expected_step, scaling
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -149,7 +149,7 @@ def test_ctrl_c_leaves_nothing(possible, no_leftovers, tmp_path):
 PROGRAM = """
 import os, sys, time
 sys.path.insert(0, os.getcwd())
-from course_lib.emulate import emulated_hosts
+from course_lib.launch.emulation import emulated_hosts
 with emulated_hosts(2) as machines:
     print(*[path.split("/")[2] for path in machines.paths], flush=True)
     time.sleep(100)

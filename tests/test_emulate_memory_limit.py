@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from course_lib.emulate import memory_limit as room
-from course_lib.emulate.memory_limit import CannotEmulate, memory_limit
 from course_lib.launch import launch
+from course_lib.launch.emulation import memory_limit as room
+from course_lib.launch.emulation.memory_limit import CannotEmulate, memory_limit
 
 MIB = 2**20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is Linux's")

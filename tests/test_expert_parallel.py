@@ -8,12 +8,12 @@ import cloudpickle
 import pytest
 import torch
 
-from course_lib.data import sample_batch
 from course_lib.launch import launch
 from course_lib.models import tiny_llama
-from course_lib.training import expert_parallel
+from course_lib.models.data import sample_batch
 from course_lib.training.command_line import parse
-from course_lib.training.expert_parallel_layer import MixtureOfExperts
+from course_lib.training.sequence import expert_parallel
+from course_lib.training.sequence.expert_parallel_layer import MixtureOfExperts
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 

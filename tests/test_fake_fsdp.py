@@ -11,7 +11,7 @@ from course_lib.memory import PRESETS
 from course_lib.memory.sharded import resident_bytes
 from course_lib.memory.units import units_of
 from course_lib.models import tiny_llama
-from course_lib.training.fake_fsdp import MOMENTS, ShardedStorages, count_step, fake_fsdp, fake_ranks
+from course_lib.training.sharded.fake_fsdp import MOMENTS, ShardedStorages, count_step, fake_fsdp, fake_ranks
 
 CASES = {
     "full": {"method": "full"},
@@ -22,8 +22,8 @@ CASES = {
 
 
 def real_steps():
-    from course_lib.training.building import build_optimizer, prepare, trainable
-    from course_lib.training.fsdp_sharding import shard
+    from course_lib.training.finetune.building import build_optimizer, prepare, trainable
+    from course_lib.training.sharded.fsdp_sharding import shard
 
     found = {}
     for name, case in CASES.items():

@@ -18,8 +18,8 @@ from PIL import Image
 from course_lib import figures
 from course_lib.figures import style
 from course_lib.figures import training as drawn_by
-from course_lib.figures.stored import pictures
-from course_lib.ledger import Entry
+from course_lib.figures.stored_figures import pictures
+from course_lib.notebook.ledger import Entry
 from course_lib.observe import Span
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from course_lib.collectives import Traffic, ring
+from course_lib.collectives.by_hand import Traffic, ring
 from course_lib.figures import collectives as pictures
 from course_lib.launch import launch
-from course_lib.stepper import ring_stepper
+from course_lib.notebook.widgets.ring_stepper import ring_stepper
 
 
 def test_the_ring_is_finished_after_its_last_step_and_not_before():

@@ -8,8 +8,8 @@ import pytest
 from matplotlib.patches import Polygon
 
 from course_lib.figures.grid import draw_rank_grid, draw_ring_steps, rank_grid, ring_steps
-from course_lib.grid_explorer import START, answer, axis_traffic, grid_explorer, still
 from course_lib.memory import shape_of
+from course_lib.notebook.widgets.grid_explorer import START, answer, axis_traffic, grid_explorer, still
 from course_lib.parallel.grid import Grid
 
 

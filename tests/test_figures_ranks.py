@@ -5,7 +5,7 @@ import math
 import pytest
 
 from course_lib.figures.ranks import side_by_side
-from course_lib.tracking import Tracker
+from course_lib.observe.tracking import Tracker
 
 FIVE = ("loss", "tokens_per_second", "memory_bytes", "gradient_norm", "heartbeat_gap")
 

@@ -8,7 +8,7 @@ import pytest
 from course_lib.figures import sharding as drawn
 from course_lib.launch import launch
 from course_lib.models import tiny_llama
-from course_lib.observe.holding import held_slices
+from course_lib.observe.held_elements import held_slices
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 
@@ -64,7 +64,7 @@ def hold_both():
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from course_lib.training.fsdp_sharding import shard
+    from course_lib.training.sharded.fsdp_sharding import shard
 
     torch.set_num_threads(1)
     ids = torch.zeros(1, 4, dtype=torch.long)
@@ -79,8 +79,8 @@ def hold_both():
             optimizer.zero_grad()
     stages = (2, 3) if importlib.util.find_spec("deepspeed") else ()
     for stage in stages:
-        from course_lib.training.zero_config import zero_config
-        from course_lib.training.zero_engine import initialize
+        from course_lib.training.sharded.zero_config import zero_config
+        from course_lib.training.sharded.zero_engine import initialize
 
         ranks = dist.get_world_size()
         config = zero_config(stage, ranks=ranks, global_batch=ranks, bucket_elements=10**6)

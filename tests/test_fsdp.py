@@ -11,11 +11,11 @@ import cloudpickle
 import pytest
 import torch
 
-from course_lib.data import sample_batch
 from course_lib.launch import launch
 from course_lib.models import tiny_llama
-from course_lib.training import fsdp
-from course_lib.training.building import prepare, trainable
+from course_lib.models.data import sample_batch
+from course_lib.training.finetune.building import prepare, trainable
+from course_lib.training.sharded import fsdp
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 

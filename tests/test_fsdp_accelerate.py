@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from course_lib.launch import launch
-from course_lib.shell import Background
-from course_lib.training import accelerate_fsdp, accelerate_on_cpu, fsdp, single
+from course_lib.launch.commands import Background
+from course_lib.training import single
+from course_lib.training.sharded import accelerate_fsdp, accelerate_on_cpu, fsdp
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 
@@ -83,9 +84,9 @@ def commands(tmp_path_factory):
     options = "--steps 3 --global-batch 8 --seq-len 32"
     file = tmp_path_factory.mktemp("configuration") / "fsdp2.yaml"
     file.write_text(json.dumps({**accelerate_fsdp.CONFIGURATION, "num_processes": 2}))
-    program = "-m course_lib.training.accelerate_fsdp"
+    program = "-m course_lib.training.sharded.accelerate_fsdp"
     started = {
-        "python": Background(f"python -m course_lib.training.fsdp {options} --meta-init"),
+        "python": Background(f"python -m course_lib.training.sharded.fsdp {options} --meta-init"),
         "accelerate": Background(f"accelerate launch --config_file {file} {program} {options} --expect-ranks 2"),
     }
     yield started

@@ -13,11 +13,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib.data import sample_batch
 from course_lib.launch import launch
 from course_lib.models import tiny_llama
-from course_lib.training import fsdp, fsdp_sharding
+from course_lib.models.data import sample_batch
 from course_lib.training.command_line import parse
+from course_lib.training.sharded import fsdp, fsdp_sharding
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 

@@ -97,7 +97,7 @@ def test_the_plans_minutes_are_the_lessons_and_the_labs() -> None:
 
 
 def test_the_short_lessons_of_the_plans_are_within_reach_by_what_the_notes_skip() -> None:
-    pace = pytest.importorskip("course_lib.workshop.pace")
+    pace = pytest.importorskip("classroom.workshop.pace")
     for lesson, short in {(lesson, short) for lesson, short, *_ in plans()}:
         lines, _ = pace.lesson(int(lesson), short, None)
         needed = next(int(line.split()[0]) for line in lines if re.match(r"\d+ minutes", line))

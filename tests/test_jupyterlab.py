@@ -15,7 +15,7 @@ import pytest
 from browser import chromium, executable, shot
 from lab_page import MAP, PATIENCE, ROOT, Lab, Server, alive, within
 
-from course_lib import progress
+from course_lib.notebook import progress
 
 # one server and one page for all: they stay together, in this order, where tests are spread over processes
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("jupyterlab")]

@@ -8,9 +8,9 @@ import torch
 from planted import lab01 as planted
 from planted.contract import Contract
 
-from course_lib.checks.lab01 import LADDER, MACHINES, activations, choosing, lab, measured, mending, states
-from course_lib.checks.lab01.common import NO_SLIP
-from course_lib.checks.lab01.published import PARAMETERS, ZERO_TABLE_1, last_digit
+from course_checks.lab01 import LADDER, MACHINES, activations, choosing, lab, measured, mending, states
+from course_checks.lab01.common import NO_SLIP
+from course_checks.lab01.published import PARAMETERS, ZERO_TABLE_1, last_digit
 from course_lib.memory import PRESETS
 
 

@@ -8,7 +8,7 @@ import torch
 from planted import lab02 as planted
 from planted.contract import Contract
 
-from course_lib.checks.lab02 import eight_bits, lab, nf4_reference
+from course_checks.lab02 import eight_bits, lab, nf4_reference
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from planted import lab03 as planted
 from planted.contract import Contract
 
-from course_lib.checks.lab03 import common, cost, hangs, lab
-from course_lib.checks.lab03.wire import Wire
+from course_checks.lab03 import common, cost, hangs, lab
+from course_checks.lab03.wire import Wire
 from course_lib.launch import launch
 
 

@@ -6,7 +6,7 @@ import pytest
 from planted import lab04 as planted
 from planted.contract import Contract
 
-from course_lib.checks.lab04 import lab
+from course_checks.lab04 import lab
 from course_lib.launch import launch
 
 

@@ -5,7 +5,7 @@ import torch
 from planted import lab05 as planted
 from planted.contract import Contract
 
-from course_lib.checks.lab05 import lab, live, machines
+from course_checks.lab05 import lab, live, machines
 from course_lib.launch import launch
 
 

@@ -5,8 +5,8 @@ import torch
 from planted import lab06 as planted
 from planted.contract import Contract
 
-from course_lib.checks.lab06 import hybrid, lab, mesh_choice, reader, traces, wrapping
-from course_lib.checks.lab06.alive import Alive
+from course_checks.lab06 import hybrid, lab, mesh_choice, reader, traces, wrapping
+from course_checks.lab06.alive import Alive
 from course_lib.launch import launch
 from course_lib.memory import state_bytes
 

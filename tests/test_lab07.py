@@ -9,8 +9,7 @@ import yaml
 from planted import lab07 as planted
 from planted.contract import Contract
 
-from course_lib.axolotl import warm_axolotl
-from course_lib.checks.lab07 import (
+from course_checks.lab07 import (
     beats,
     broken_runs,
     from_script,
@@ -24,6 +23,7 @@ from course_lib.checks.lab07 import (
     watchdog,
 )
 from course_lib.launch import launch
+from course_tools.axolotl import warm_axolotl
 
 FOLDER = Path(spikes.__file__).parent
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from planted import lab08 as planted
 from planted.contract import Contract
 
-from course_lib.checks.lab08 import (
+from course_checks.lab08 import (
     bubble,
     grid,
     lab,
@@ -24,8 +24,8 @@ from course_lib.launch import launch
 from course_lib.parallel.grid import Grid
 from course_lib.parallel.schedules import ideal_bubble, orders
 from course_lib.parallel.simulate import simulate
-from course_lib.planner import Settings, plan
-from course_lib.planner.search import measured
+from course_tools.planning import Settings, plan
+from course_tools.planning.search import measured
 
 
 @pytest.fixture(scope="module", autouse=True)

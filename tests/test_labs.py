@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from course_lib import labs
-from course_lib.checking import Lab
+from classroom.authoring import labs
+from course_checks.harness.checking import Lab
 
 NAME = "94_small"
 SCORE = "[ ] 1 Twice as much - not attempted\n[ ] 2 A word - not attempted\nLab 94: 0 of 2 passed\n"
@@ -19,7 +19,7 @@ SCORE = "[ ] 1 Twice as much - not attempted\n[ ] 2 A word - not attempted\nLab 
 
 @pytest.fixture(autouse=True)
 def checks(monkeypatch):
-    """course_lib.checks.lab94 with two exercises."""
+    """course_checks.lab94 with two exercises."""
     lab = Lab(NAME, title="Small")
 
     @lab.exercise("Twice as much", importance=3, difficulty=1, minutes=5)
@@ -30,11 +30,11 @@ def checks(monkeypatch):
     def word(f):
         return f()
 
-    module = types.ModuleType("course_lib.checks.lab94")
+    module = types.ModuleType("course_checks.lab94")
     module.lab = lab
-    monkeypatch.setitem(sys.modules, "course_lib.checks.lab94", module)
-    if "course_lib.checks" not in sys.modules:
-        monkeypatch.setitem(sys.modules, "course_lib.checks", types.ModuleType("course_lib.checks"))
+    monkeypatch.setitem(sys.modules, "course_checks.lab94", module)
+    if "course_checks" not in sys.modules:
+        monkeypatch.setitem(sys.modules, "course_checks", types.ModuleType("course_checks"))
     return module
 
 
@@ -70,7 +70,7 @@ class Word:
 CELLS = [
     markdown("head", "# Solution 94: small\n\nThe [lesson](../lessons/94_small.ipynb). # Solution 94: not this one"),
     markdown("why", "Why SECRET is the answer.", tags=["solution-only"]),
-    code("import", "from course_lib.checks import lab94 as check"),
+    code("import", "from course_checks import lab94 as check"),
     markdown("one", "## 1 Twice as much\n\n<details><summary>Hint</summary>Add.</details>"),
     code("double", DOUBLE, tags=["exercise"]),
     code("check1", "check.double(double)"),
@@ -273,13 +273,13 @@ def test_the_command_line(tree, capsys):
 
 
 def test_the_module_runs_as_a_program_on_an_empty_tree(tmp_path):
-    command = [sys.executable, "-m", "course_lib.labs", "--root", str(tmp_path), "--check"]
+    command = [sys.executable, "-m", "classroom.authoring.labs", "--root", str(tmp_path), "--check"]
     done = subprocess.run(command, cwd=labs.ROOT, env={**os.environ, "PYTHONPATH": "."}, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "labs/ is in step with solutions/\n")
 
 
 def test_importing_the_generator_does_not_pay_for_nbgrader():
-    code = "import sys, course_lib.labs; sys.exit('nbgrader' in sys.modules or 'torch' in sys.modules)"
+    code = "import sys, classroom.authoring.labs; sys.exit('nbgrader' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=labs.ROOT).returncode == 0
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from leasing import PATIENCE, names, python, until
 
-from course_lib.leases import NoTurn, Pool, lease, words
-from course_lib.leases.pool import Holder, Ticket
+from course_lib.launch.leases import NoTurn, Pool, lease, messages
+from course_lib.launch.leases.pool import Holder, Ticket
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 # asked, had and gave back. With a number of its round it then holds for ever, until it is killed.
 LEARNER = """
 import json, os, random, sys, time
-from course_lib.leases import Pool
+from course_lib.launch.leases import Pool
 name, folder, flags, rounds, for_ever = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
 dice, pool, log = random.Random(name), Pool(folder), os.open(f"{flags}/log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 for number in range(rounds):
@@ -150,7 +150,7 @@ def test_who_holds_something_lets_the_others_go_first(tmp_path):
 def test_a_killed_waiter_is_skipped(tmp_path):
     leases, order = Pool(tmp_path / "leases", gpus=1), []
     with leases.lease():
-        waiter = python("import sys; from course_lib.leases import Pool; Pool(sys.argv[1]).lease(name='W').take()",
+        waiter = python("import sys; from course_lib.launch.leases import Pool; Pool(sys.argv[1]).lease(name='W').take()",
                         leases.folder, stdout=subprocess.PIPE)  # fmt: skip
         assert waiter.stdout.readline().startswith(b"waiting for 1 of 1 GPUs: ")
         ben = Asking(leases, 1, "Ben", order)
@@ -164,7 +164,7 @@ def test_a_killed_waiter_is_skipped(tmp_path):
 
 FORKS = """
 import os, sys, time
-from course_lib.leases import Pool
+from course_lib.launch.leases import Pool
 lease = Pool(sys.argv[1]).lease(1).take()
 if os.fork() == 0:
     os.write(1, b"forked\\n")
@@ -231,7 +231,7 @@ def test_words():
     now = time.time()
     holders = [Holder(0, "Ada", 7, now - 200), Holder(1, "Ben", 8, now - 7500), Holder(3, "somebody", None, None)]
     before = [Ticket(k, name, k, 1, now, k) for k, name in enumerate(("Cem", "Dora", "Eva", "Finn"))]
-    assert words.waiting(1, 4, holders, before) == (
+    assert messages.waiting(1, 4, holders, before) == (
         "waiting for 1 of 4 GPUs: Ada has GPU 0 for 3 min, Ben has GPU 1 for 2 h 5 min, somebody has GPU 3; "
         "GPU 2 is free; 4 are before you (Cem, Dora, Eva, …)"
     )

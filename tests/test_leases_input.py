@@ -11,9 +11,9 @@ from contextlib import ExitStack
 import pytest
 from leasing import PATIENCE, names, python
 
-from course_lib.leases import Pool, count_gpus, files, machine, pool
-from course_lib.leases.pool import Holder
-from course_lib.workshop import gpus
+from classroom.workshop import gpus
+from course_lib.launch.leases import Pool, count_gpus, files, machine, pool
+from course_lib.launch.leases.pool import Holder
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -75,7 +75,7 @@ def test_a_link_or_a_pipe_is_refused(tmp_path):
 
 STRANGER = """
 import os, sys
-from course_lib.leases import Pool
+from course_lib.launch.leases import Pool
 os.setgid(65534); os.setuid(65534)
 with Pool(sys.argv[1]).lease(1, name="Stranger", wait=5) as lease:
     print(lease.gpus, Pool(sys.argv[1]).holders()[0].name)
@@ -164,7 +164,7 @@ def test_counting(tmp_path, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------------ the command
-COMMAND = "import sys; from course_lib.workshop.gpus import main; sys.exit(main(sys.argv[1:]))"
+COMMAND = "import sys; from classroom.workshop.gpus import main; sys.exit(main(sys.argv[1:]))"
 
 
 def test_command(tmp_path, monkeypatch, capsys):

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from course_lib.launch import RankFailed, RanksHung, launch
-from course_lib.leases import Pool
+from course_lib.launch.leases import Pool
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 ROOT = Path(__file__).resolve().parents[1]

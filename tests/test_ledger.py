@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from course_lib import ledger, progress
-from course_lib.ledger import entries, measured, predict, stamp
+from course_lib.notebook import ledger, progress
+from course_lib.notebook.ledger import entries, measured, predict, stamp
 
 GIB = 2**30
 
@@ -216,7 +216,7 @@ def test_hidden_gpus_are_not_named(monkeypatch):
 
 
 def test_the_stamp_starts_no_cuda_and_imports_no_torch():
-    code = "import sys; from course_lib.ledger import stamp; stamp(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from course_lib.notebook.ledger import stamp; stamp(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(ledger.__file__).parent.parent).returncode == 0
 
 

@@ -9,9 +9,9 @@ import sys
 import cloudpickle
 import pytest
 
-from course_lib import links
+from course_lib.collectives import links
+from course_lib.collectives.links import LINKS, Cluster, Link, bus_bandwidth, fit, path, seconds
 from course_lib.launch import launch
-from course_lib.links import LINKS, Cluster, Link, bus_bandwidth, fit, path, seconds
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -109,7 +109,7 @@ def played_by_the_course(algorithm, kind, numbers):
     import torch
     import torch.distributed as dist
 
-    from course_lib import collectives
+    from course_lib.collectives import by_hand as collectives
 
     n, module = dist.get_world_size(), getattr(collectives, algorithm)
     whole, pieces = torch.ones(numbers), [torch.ones(numbers // n) for _ in range(n)]
@@ -309,5 +309,5 @@ def test_bad_input_is_a_sentence(call, said):
 
 
 def test_the_arithmetic_needs_no_torch():
-    code = "import course_lib.links, sys; assert 'torch' not in sys.modules"
+    code = "import course_lib.collectives.links, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

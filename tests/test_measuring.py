@@ -11,12 +11,21 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from course_lib import figures, measuring
-from course_lib.emulate import emulated_hosts
+from course_lib import figures
+from course_lib.collectives import measuring
+from course_lib.collectives.links import Link, bus_factor
+from course_lib.collectives.measuring import (
+    Curve,
+    Point,
+    bench_collective,
+    copy_bandwidth,
+    machine,
+    nccl_report,
+    topology,
+)
+from course_lib.collectives.measuring import collectives as measured_by
 from course_lib.launch import launch
-from course_lib.links import Link, bus_factor
-from course_lib.measuring import Curve, Point, bench_collective, copy_bandwidth, machine, nccl_report, topology
-from course_lib.measuring import collectives as measured_by
+from course_lib.launch.emulation import emulated_hosts
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

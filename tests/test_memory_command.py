@@ -1,4 +1,4 @@
-"""`python -m course_lib memory`: the table, the JSON, and one sentence for what means nothing."""
+"""`beyond memory`: the table, the JSON, and one sentence for what means nothing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.__main__ import main
 from course_lib.memory import estimate
 from course_lib.memory.fitting import largest_micro_batch, longest_sequence
-from course_lib.memory_command import CATEGORIES, options
+from course_tools.__main__ import main
+from course_tools.planning.memory_command import CATEGORIES, options
 
 ROOT = Path(__file__).resolve().parent.parent
 QLORA = ["memory", "--model", "llama-3.1-8b", "--method", "qlora", "--checkpointing", "full"]
@@ -108,7 +108,7 @@ def test_other_commands_still_refuse_what_they_do_not_know(capsys: pytest.Captur
 
 
 def test_the_command_starts_without_torch() -> None:
-    code = "import sys; from course_lib.__main__ import main; code = main(sys.argv[1:]); print('torch' in sys.modules, code)"
+    code = "import sys; from course_tools.__main__ import main; code = main(sys.argv[1:]); print('torch' in sys.modules, code)"
     seconds = []
     for _ in range(3):
         began = time.perf_counter()

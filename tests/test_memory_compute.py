@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from course_lib.links import bus_factor
+from course_lib.collectives.links import bus_factor
 from course_lib.memory import PRESETS, Shape, states
 from course_lib.memory.compute import flops_per_token, korthikanti_flops_per_token, parameter_counts
 from course_lib.memory.other_tools import (

@@ -29,7 +29,7 @@ from course_lib.memory import PRESETS, estimate
 from course_lib.observe import MemoryProbe
 from course_lib.observe.allocations import training_tensors
 from course_lib.observe.fake import LiveStorages, fake_tensors
-from course_lib.training.fake_step import count_step, fake_step, llama, with_states
+from course_lib.training.finetune.fake_step import count_step, fake_step, llama, with_states
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TINY = PRESETS["tiny"]

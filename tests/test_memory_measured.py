@@ -14,7 +14,7 @@ import torch
 from course_lib.memory import estimate, shape_of
 from course_lib.models import tiny_llama
 from course_lib.observe import observe, tensor_bytes
-from course_lib.training import building
+from course_lib.training.finetune import building
 
 PEAK = 0.05
 

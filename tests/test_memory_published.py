@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from course_lib.links import bus_factor
+from course_lib.collectives.links import bus_factor
 from course_lib.memory import PRESETS, Shape, estimate, states
 from course_lib.memory.compute import flops_per_token, korthikanti_flops_per_token
 from course_lib.memory.other_tools import deepspeed_zero2_bytes, deepspeed_zero3_bytes

@@ -47,7 +47,7 @@ def train_all(zero_cases, fsdp_cases):
     """On a rank: (bytes by category, bytes on the host, bytes of quantization constants) after each program."""
     import torch
 
-    from course_lib.training import fsdp, zero
+    from course_lib.training.sharded import fsdp, zero
 
     torch.set_num_threads(1)
     ranks = torch.distributed.get_world_size()
@@ -176,7 +176,7 @@ def test_deepspeeds_threshold_leaves_a_small_model_whole():
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_units_of_a_shape_are_those_of_the_model(method):
-    from course_lib.training.building import prepare
+    from course_lib.training.finetune.building import prepare
 
     model = tiny_llama()
     if method == "lora":

@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 
-from course_lib import models, smollm2_copy
+from course_lib import models
+from course_lib.models import smollm2_weights
 
 TEXT = "à la carte, 日本 🙂\n  two  spaces, 2024\t~\x00"
 
@@ -90,7 +91,7 @@ def test_the_byte_tokenizer_gives_utf8_bytes_and_the_chat_turns_of_smollm2():
 
 @pytest.fixture(scope="session")
 def smollm2():
-    if smollm2_copy.converted_copy(smollm2_copy.packaged_gguf()) is None:
+    if smollm2_weights.converted_copy(smollm2_weights.packaged_gguf()) is None:
         pytest.skip(f"SmolLM2 is not on this machine: {models.INSTALL}")
     return models.smollm2()
 

@@ -9,14 +9,15 @@ import cloudpickle
 import pytest
 import torch
 
-from course_lib.data import sample_batch
 from course_lib.launch import launch
 from course_lib.models import tiny_llama
+from course_lib.models.data import sample_batch
 from course_lib.parallel.schedules import Action, ideal_bubble, orders
 from course_lib.parallel.simulate import timeline
-from course_lib.training import pipeline, single
+from course_lib.training import single
 from course_lib.training.command_line import parse
-from course_lib.training.pipeline_stage import LlamaStage, split_layers, token_loss
+from course_lib.training.pipeline import pipeline_parallel as pipeline
+from course_lib.training.pipeline.stage import LlamaStage, split_layers, token_loss
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 

@@ -1,4 +1,4 @@
-"""`python -m course_lib plan`: the table, the JSON, the files, and one sentence for what means nothing or does not fit."""
+"""`beyond plan`: the table, the JSON, the files, and one sentence for what means nothing or does not fit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from course_lib.plan_command import main
-from course_lib.planner import plan
+from course_tools.planning import plan
+from course_tools.planning.plan_command import main
 
 ROOT = Path(__file__).resolve().parent.parent
 ASKED = ["--model", "llama-3.1-8b", "--gpus", "2x24GiB", "--top", "3"]
@@ -119,7 +119,7 @@ def test_bad_input_is_one_sentence_and_code_2(
 
 
 def test_it_starts_without_torch(tmp_path: Path) -> None:
-    code = "import sys; from course_lib.plan_command import main; code = main(sys.argv[1:]); print('torch' in sys.modules, code)"
+    code = "import sys; from course_tools.planning.plan_command import main; code = main(sys.argv[1:]); print('torch' in sys.modules, code)"
     argv = [*SMALL, "--write", "axolotl", "--out", str(tmp_path)]
     seconds = []
     for _ in range(2):

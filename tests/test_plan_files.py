@@ -11,11 +11,11 @@ import pytest
 import yaml
 from plan_cases import LLAMA, a_plan
 
-from course_lib.axolotl_check import check
-from course_lib.plan_files import TARGETS, files, program_of, targets_of, why_not, write
-from course_lib.planner import machines, plan
 from course_lib.training.command_line import parse
-from course_lib.training.zero_config import batch_sizes, check_config
+from course_lib.training.sharded.zero_config import batch_sizes, check_config
+from course_tools.axolotl.check import check
+from course_tools.planning import machines, plan
+from course_tools.planning.files import TARGETS, files, program_of, targets_of, why_not, write
 
 # Every program of the course, by a plan that it runs
 PROGRAMS = {
@@ -76,7 +76,7 @@ def test_the_grid_and_the_batch_arrive() -> None:
     }  # fmt: skip
     assert program_of(PROGRAMS["context_parallel"])[1]["seq_len"] == 512  # the tiny model knows no longer ones
     real = program_of(a_plan("single", dp=1, on="rtx4090", **{k: v for k, v in LLAMA.items() if k != "on"}), model="x")
-    assert real[0] == "course_lib.training.qlora" and real[1]["method"] == "full" and real[1]["model"] == "x"
+    assert real[0] == "course_lib.training.finetune.qlora" and real[1]["method"] == "full" and real[1]["model"] == "x"
 
 
 def test_several_machines_meet_at_the_first(tmp_path) -> None:
@@ -91,7 +91,7 @@ def test_several_machines_meet_at_the_first(tmp_path) -> None:
 
 def test_what_a_program_does_not_do_stands_in_the_comment() -> None:
     text = text_of(a_plan("ddp", checkpointing="full", **LLAMA), "torchrun")
-    assert "# course_lib.training.ddp trains the course's tiny Llama" in text
+    assert "# course_lib.training.data_parallel.ddp trains the course's tiny Llama" in text
     assert "# It computes in fp32 and keeps all activations, whatever the plan says." in text
     assert "FSDP2 in the place of ZeRO-1" in text_of(PROGRAMS["three_d"], "torchrun")
     assert "whatever the plan says" not in text_of(PROGRAMS["fsdp"], "torchrun")

@@ -13,9 +13,9 @@ import torch
 from plan_cases import a_plan
 
 from course_lib.launch import launch
-from course_lib.plan_files import write
-from course_lib.shell import Background
+from course_lib.launch.commands import Background
 from course_lib.training import single
+from course_tools.planning.files import write
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed is not installed", allow_module_level=True)
@@ -51,7 +51,8 @@ def by_the_files(folder, environments):
     """On a rank: DeepSpeed by its JSON, the plain loop over a model that the FSDP file cuts, Accelerate by its YAMLs."""
     from accelerate.state import AcceleratorState
 
-    from course_lib.training import accelerate_ddp, accelerate_fsdp, accelerate_zero, zero
+    from course_lib.training.data_parallel import accelerate_ddp
+    from course_lib.training.sharded import accelerate_fsdp, accelerate_zero, zero
 
     torch.set_num_threads(1)
     told = {"deepspeed": zero.train(**SIZES, config_file=f"{folder}/ds_config.json", expect_ranks=2)}
@@ -71,8 +72,8 @@ def by_the_module(folder):
     """What a reader writes around `fsdp_plan.shard`."""
     from torch.distributed.tensor import DTensor
 
-    from course_lib.data import sample_batch
     from course_lib.models import tiny_llama
+    from course_lib.models.data import sample_batch
 
     sys.path.insert(0, folder)
     import fsdp_plan

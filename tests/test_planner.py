@@ -10,9 +10,9 @@ import time
 import pytest
 
 from course_lib.memory import estimate, mfu, shape_of
-from course_lib.planner import NoPlan, machines, plan
-from course_lib.planner.question import question
-from course_lib.planner.search import ALIKE, Search, measured
+from course_tools.planning import NoPlan, machines, plan
+from course_tools.planning.question import question
+from course_tools.planning.search import ALIKE, Search, measured
 
 GIB = 2**30
 HOME = {"model": "llama-3.1-8b", "cluster": "2x24GiB", "global_batch": 16, "seq_len": 2048}
@@ -32,7 +32,7 @@ def home():
 
 def test_planning_needs_no_torch() -> None:
     code = (
-        "import sys; from course_lib.planner import plan, procedure, check_settings;"
+        "import sys; from course_tools.planning import plan, procedure, check_settings;"
         "print(plan('llama-3.1-8b', '2x24GiB', global_batch=16, seq_len=2048).best.method, 'torch' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

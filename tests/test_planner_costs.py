@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from course_lib.links import Cluster, Link, seconds
+from course_lib.collectives.links import Cluster, Link, seconds
 from course_lib.memory import card, shape_of
 from course_lib.memory.compute import weights_counted
 from course_lib.parallel import traffic
 from course_lib.parallel.schedules import ideal_bubble, orders
 from course_lib.parallel.simulate import simulate
-from course_lib.planner import CONSTANTS, Settings, machines
-from course_lib.planner.costs import PARTS
-from course_lib.planner.fit import in_flight
-from course_lib.planner.limits import COMPUTE, said
-from course_lib.planner.network import Network
-from course_lib.planner.question import question
-from course_lib.planner.search import measured
+from course_tools.planning import CONSTANTS, Settings, machines
+from course_tools.planning.costs import PARTS
+from course_tools.planning.fit import in_flight
+from course_tools.planning.limits import COMPUTE, said
+from course_tools.planning.network import Network
+from course_tools.planning.question import question
+from course_tools.planning.search import measured
 
 EIGHT = "2x8xa100-80gb"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from course_lib.planner import NoPlan, plan, procedure
-from course_lib.planner.search import ALIKE
+from course_tools.planning import NoPlan, plan, procedure
+from course_tools.planning.search import ALIKE
 
 QUESTIONS = (
     ("llm-jp-13b", "12x8xa100-40gb", 1536, 2048),

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from course_lib.parallel.grid import Grid
-from course_lib.planner import check_settings, plan
-from course_lib.planner.cases import CASES
-from course_lib.planner.models import model_shape
+from course_tools.planning import check_settings, plan
+from course_tools.planning.cases import CASES
+from course_tools.planning.models import model_shape
 
 TABLE = Path(__file__).parent / "published" / "closed_form.csv"
 with TABLE.open(newline="", encoding="utf-8") as lines:

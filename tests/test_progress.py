@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from course_lib import progress
-from course_lib.progress import LedgerRecord, Progress
+from course_lib.notebook import progress
+from course_lib.notebook.progress import LedgerRecord, Progress
 
 REPOSITORY = Path(progress.__file__).parent.parent
 
@@ -36,7 +36,7 @@ def test_the_default_folder_is_the_users_own(monkeypatch):
 
 
 def test_import_needs_no_torch():
-    code = "import sys, course_lib.progress, course_lib.ledger; sys.exit('torch' in sys.modules)"
+    code = "import sys, course_lib.notebook.progress, course_lib.notebook.ledger; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0
 
 

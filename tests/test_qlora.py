@@ -7,11 +7,12 @@ import json
 import pytest
 import torch
 
-from course_lib.data import IGNORED, instructions
 from course_lib.models import byte_tokenizer, load
-from course_lib.training import command_line, qlora
-from course_lib.training.building import build_model, trainable
-from course_lib.training.qlora import Batch
+from course_lib.models.data import IGNORED, instructions
+from course_lib.training import command_line
+from course_lib.training.finetune import qlora
+from course_lib.training.finetune.building import build_model, trainable
+from course_lib.training.finetune.qlora import Batch
 
 TINY = dict(model="tiny", seq_len=160, steps=3, micro_batch=2, held_out=2, lr=2e-3, precision="fp32")
 

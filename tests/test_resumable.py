@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 
 from course_lib import checkpoints
-from course_lib.data import sample_batch
 from course_lib.launch import launch
 from course_lib.models import tiny_llama
-from course_lib.resume_check import compare_resume, read_record
-from course_lib.tracking import read as read_metrics
-from course_lib.training import resumable
-from course_lib.training.resumable_faults import FORGET, SPOILED_LOSS, spoiled
-from course_lib.training.resumable_journal import Journal, read, steps_that_count
-from course_lib.training.resumable_state import warm_up_and_cosine
-from course_lib.training.resumable_sums import sent_bytes, shards_of
-from course_lib.watchdog import read_beats
+from course_lib.models.data import sample_batch
+from course_lib.observe.heartbeat import read_beats
+from course_lib.observe.tracking import read as read_metrics
+from course_lib.training.resumable import program as resumable
+from course_lib.training.resumable.comparison import compare_resume, read_record
+from course_lib.training.resumable.faults import FORGET, SPOILED_LOSS, spoiled
+from course_lib.training.resumable.gradient_sums import sent_bytes, shards_of
+from course_lib.training.resumable.journal import Journal, read, steps_that_count
+from course_lib.training.resumable.state import warm_up_and_cosine
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from course_lib import checking, progress
-from course_lib.checking import Lab, NotYet, Verdict
+from course_checks.harness import checking
+from course_checks.harness.checking import Lab, NotYet, Verdict
+from course_lib.notebook import progress
 
 ROOT = Path(checking.__file__).parent.parent
 
@@ -151,5 +152,5 @@ def test_the_notebook_sees_title_and_minutes():
 
 
 def test_importing_the_contract_needs_no_torch():
-    code = "import sys, course_lib.checking; sys.exit('torch' in sys.modules)"
+    code = "import sys, course_checks.harness.checking; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -14,8 +14,8 @@ import uuid
 import psutil
 import pytest
 
-from course_lib import shell as shell_module
-from course_lib.shell import Background, shell
+from course_lib.launch import commands as shell_module
+from course_lib.launch.commands import Background, shell
 
 # like torchrun: the workers get sessions of their own; argv[1] marks them. What it prints stays in no buffer.
 TREE = """
@@ -239,7 +239,7 @@ def test_a_supervisor_that_cannot_act(script, mark, monkeypatch):
 
 NOTEBOOK = """
 import os, signal, sys, time
-from course_lib.shell import Background
+from course_lib.launch.commands import Background
 Background(f"python {sys.argv[1]} {sys.argv[2]}")
 if sys.argv[3] == "at once":
     os.kill(os.getpid(), signal.SIGKILL)

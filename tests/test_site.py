@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 from browser import chromium, shot
 
-from course_lib.figures.stored import pictures
+from course_lib.figures.stored_figures import pictures
 
 pytest.importorskip("sphinx", reason="Sphinx is not installed: pip install -e .[site]")
 ROOT = Path(__file__).resolve().parent.parent

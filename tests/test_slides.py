@@ -10,8 +10,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from course_lib.figures.stored import pictures
-from course_lib.workshop import slides
+from classroom.authoring import slides
+from course_lib.figures.stored_figures import pictures
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSON = ROOT / "lessons" / "01_gpu_memory.ipynb"

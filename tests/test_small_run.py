@@ -7,9 +7,8 @@ import importlib.util
 import pytest
 from plan_cases import LLAMA, a_plan
 
-from course_lib import small_run
-from course_lib.plan_files import program_of
-from course_lib.planner import plan
+from course_tools.planning import plan, small_run
+from course_tools.planning.files import program_of
 
 TOLERANCE = 1e-5  # fp32, the order of sums alone differs; seen: 1e-7
 HUGE = a_plan(
@@ -89,7 +88,7 @@ def test_every_best_plan_of_everyday_questions_has_a_small_run():
 
 def test_adapters_train_by_the_course_s_programs(private_tmp):
     result = small_run.run(a_plan("fsdp", method="qlora", **LLAMA), steps=2)
-    assert result.program == "course_lib.training.fsdp" and result.losses[1] < result.losses[0]
+    assert result.program == "course_lib.training.sharded.fsdp" and result.losses[1] < result.losses[0]
     assert result.outcomes[1].extra["quantization_constants"] > 0
     with pytest.raises(ValueError, match="trained adapters, and one_rank trains all weights"):
         small_run.one_rank(result)

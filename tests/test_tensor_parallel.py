@@ -10,15 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib.data import sample_batch
 from course_lib.launch import RankFailed, launch
 from course_lib.memory import shape_of
 from course_lib.models import tiny_llama
+from course_lib.models.data import sample_batch
 from course_lib.parallel.traffic import tensor_parallel as formula
-from course_lib.training import single, tensor_parallel
+from course_lib.training import single
 from course_lib.training.command_line import parse
-from course_lib.training.tensor_parallel_model import TensorParallelLlama
-from course_lib.training.tensor_parallel_split import check_split
+from course_lib.training.tensor import tensor_parallel
+from course_lib.training.tensor.divisibility import check_split
+from course_lib.training.tensor.model import TensorParallelLlama
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 

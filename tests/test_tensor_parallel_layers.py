@@ -12,12 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from course_lib.data import IGNORED
 from course_lib.launch import launch
-from course_lib.training import megatron_linears
-from course_lib.training.gradients import all_reduce_gradients
-from course_lib.training.tensor_parallel_layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from course_lib.training.tensor_parallel_loss import vocab_parallel_cross_entropy
+from course_lib.models.data import IGNORED
+from course_lib.training.data_parallel.gradients import all_reduce_gradients
+from course_lib.training.tensor import megatron_linears
+from course_lib.training.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from course_lib.training.tensor.loss import vocab_parallel_cross_entropy
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 

@@ -10,13 +10,13 @@ import cloudpickle
 import pytest
 import torch
 
-from course_lib.data import sample_batch
 from course_lib.launch import RankFailed, launch
 from course_lib.models import tiny_llama
+from course_lib.models.data import sample_batch
 from course_lib.parallel.grid import Grid
 from course_lib.training import three_d
 from course_lib.training.command_line import parse
-from course_lib.training.pipeline_stage import split_layers
+from course_lib.training.pipeline.stage import split_layers
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 

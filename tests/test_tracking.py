@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from course_lib import tracking
 from course_lib.launch import launch
-from course_lib.tracking import Tracker, read
+from course_lib.observe import tracking
+from course_lib.observe.tracking import Tracker, read
 
 STEPS = 50
 
@@ -26,7 +26,7 @@ def log_on_every_rank(folder: str, steps: int) -> dict:
     import torch
     import torch.distributed as dist
 
-    from course_lib.tracking import Tracker
+    from course_lib.observe.tracking import Tracker
 
     rank, seconds = dist.get_rank(), {}
     for to in ("tensorboard", "wandb"):
@@ -119,7 +119,7 @@ def test_wandb_records_longer_than_a_block_and_torn_ones(tmp_path):
 
     from wandb.proto import wandb_internal_pb2
 
-    from course_lib.tracking import wandb_files
+    from course_lib.observe.tracking import wandb_files
 
     def record(step: int, note: str) -> bytes:
         made = wandb_internal_pb2.Record()

@@ -7,8 +7,8 @@ import statistics
 import pytest
 
 from course_lib.launch import launch
-from course_lib.tracking import read
-from course_lib.watchdog import read_beats
+from course_lib.observe.heartbeat import read_beats
+from course_lib.observe.tracking import read
 
 STEPS = 6
 LONG_PHASES = [(600, "evaluating"), (600, "saving")] * 2
@@ -28,8 +28,8 @@ def fine_tune(folder: str, steps: int) -> list[float]:
     from transformers import Trainer, TrainingArguments
 
     from course_lib.models import tiny_llama
-    from course_lib.tracking import EveryRank, Tracker
-    from course_lib.watchdog import Heartbeat
+    from course_lib.observe.heartbeat import Heartbeat
+    from course_lib.observe.tracking import EveryRank, Tracker
 
     rank, said = dist.get_rank(), []
     texts = [{"input_ids": torch.full((32,), i % 7), "labels": torch.full((32,), i % 7)} for i in range(64)]
@@ -40,7 +40,7 @@ def fine_tune(folder: str, steps: int) -> list[float]:
     trainer = Trainer(tiny_llama(), arguments, train_dataset=texts, eval_dataset=texts[:4])
     if importlib.util.find_spec("axolotl"):  # as Axolotl adds it
         os.environ |= {"AXOLOTL_DO_NOT_TRACK": "1", "EVERY_RANK_SECONDS": "0.01"}
-        from course_lib.tracking.plugin import EveryRankPlugin
+        from course_tools.axolotl.tracking_plugin import EveryRankPlugin
 
         (every_rank,) = EveryRankPlugin().add_callbacks_post_trainer(SimpleNamespace(output_dir=folder), trainer)
     else:

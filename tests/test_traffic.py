@@ -15,8 +15,10 @@ from course_lib.launch import launch
 from course_lib.memory import Shape, shape_of
 from course_lib.models import tiny_llama
 from course_lib.parallel import traffic
-from course_lib.training import ddp, fsdp, pipeline
-from course_lib.training.ring_attention import ring_attention
+from course_lib.training.data_parallel import ddp
+from course_lib.training.pipeline import pipeline_parallel as pipeline
+from course_lib.training.sequence.ring_attention import ring_attention
+from course_lib.training.sharded import fsdp
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 

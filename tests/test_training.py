@@ -10,12 +10,13 @@ import cloudpickle
 import pytest
 import torch
 
-from course_lib.data import sample_batch
 from course_lib.launch import launch
+from course_lib.launch.commands import Background
 from course_lib.models import tiny_llama
-from course_lib.shell import Background
-from course_lib.training import accelerate_ddp, command_line, ddp, single
-from course_lib.training.split import micro_batch_size
+from course_lib.models.data import sample_batch
+from course_lib.training import command_line, single
+from course_lib.training.data_parallel import accelerate_ddp, ddp
+from course_lib.training.micro_batches import micro_batch_size
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 
@@ -188,7 +189,7 @@ def test_the_size_of_a_micro_batch():
 
 
 def test_lightning_knows_its_strategies():
-    lightning_ddp = pytest.importorskip("course_lib.training.lightning_ddp", exc_type=ModuleNotFoundError)
+    lightning_ddp = pytest.importorskip("course_lib.training.data_parallel.lightning_ddp", exc_type=ModuleNotFoundError)
     with pytest.raises(ValueError, match="strategy='fsdp' is not one of 'ddp', 'ddp_spawn'"):
         lightning_ddp.train(strategy="fsdp")
     with pytest.raises(ValueError, match="global_batch=9 does not divide into 2 ranks"):
@@ -203,9 +204,13 @@ def outcome_of(output):
 def commands():
     """Both launchers at the same time: most of what they do is importing, one core each."""
     options = f"--steps {STEPS} --global-batch {BATCH} --seq-len {SEQ_LEN}"
-    started = {"torchrun": Background(f"torchrun --nproc_per_node 2 -m course_lib.training.ddp {options}")}
+    started = {
+        "torchrun": Background(f"torchrun --nproc_per_node 2 -m course_lib.training.data_parallel.ddp {options}")
+    }
     if importlib.util.find_spec("lightning"):
-        started["lightning"] = Background(f"python -m course_lib.training.lightning_ddp --strategy ddp {options}")
+        started["lightning"] = Background(
+            f"python -m course_lib.training.data_parallel.lightning_ddp --strategy ddp {options}"
+        )
     yield started
     for command in started.values():
         command.end()
@@ -254,7 +259,7 @@ def test_a_wrong_option_ends_with_the_usage(words, named, capsys):
     with pytest.raises(SystemExit) as ended:
         command_line.parse(ddp.train, words)
     said = capsys.readouterr().err
-    assert ended.value.code == 2 and "usage: python -m course_lib.training.ddp" in said
+    assert ended.value.code == 2 and "usage: python -m course_lib.training.data_parallel.ddp" in said
     assert named in said.splitlines()[-1]
 
 

@@ -16,9 +16,10 @@ import psutil
 import pytest
 
 from course_lib.launch import RankFailed, launch
-from course_lib.watchdog import Heartbeat, Watchdog, read_beats
-from course_lib.watchdog.beats import Beat, write_beat
-from course_lib.watchdog.command import main
+from course_lib.observe.heartbeat import Heartbeat, read_beats
+from course_lib.observe.heartbeat.beats import Beat, write_beat
+from course_tools.monitoring import Watchdog
+from course_tools.monitoring.command import main
 
 EVERY = 1.0
 
@@ -39,7 +40,7 @@ def steps_in_lockstep(folder: str, *, steps: int, plant: dict[int, tuple[str, fl
     import torch
     import torch.distributed as dist
 
-    from course_lib.watchdog import Heartbeat
+    from course_lib.observe.heartbeat import Heartbeat
 
     rank, planted_at = dist.get_rank(), []
     with Heartbeat(folder, rank=rank, every=1.0, start_may_take=60) as heartbeat:
@@ -107,7 +108,7 @@ def test_a_killed_rank_is_dead_at_once_and_the_one_it_takes_down_is_not_blamed(t
 
 LOOP = """
 import sys, time
-from course_lib.watchdog import Heartbeat
+from course_lib.observe.heartbeat import Heartbeat
 with Heartbeat(sys.argv[1], rank=int(sys.argv[2]), every=0.2) as heartbeat:
     for step in range(10):
         heartbeat.beat(step, "data")
@@ -153,7 +154,7 @@ def test_the_stack_tells_who_does_not_wait_where_the_beats_cannot(tmp_path):
 
 
 def test_the_command_watches_to_the_end_and_its_exit_code_says_whether_it_barked(tmp_path, capsys):
-    command = [sys.executable, "-m", "course_lib.watchdog", str(tmp_path), "--ranks", "2"]
+    command = [sys.executable, "-m", "course_tools.monitoring", str(tmp_path), "--ranks", "2"]
     watching, ranks = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), []
     try:
         said = watching.stdout.readline()

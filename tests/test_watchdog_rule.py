@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from course_lib.watchdog import Alarm, Beat, Judge, Recovery
-from course_lib.watchdog.beats import DONE
-from course_lib.watchdog.pace import Pace
-from course_lib.watchdog.rule import LOOKS
+from course_lib.observe.heartbeat import Beat
+from course_lib.observe.heartbeat.beats import DONE
+from course_lib.observe.heartbeat.pace import Pace
+from course_tools.monitoring import Alarm, Judge, Recovery
+from course_tools.monitoring.rule import LOOKS
 
 PHASES = ("data", "forward", "backward", "optimizer")
 SHARES = (0.1, 0.3, 0.5, 0.1)

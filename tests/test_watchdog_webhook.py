@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from course_lib.watchdog import Watchdog, webhook
+from course_tools.monitoring import Watchdog, webhook
 
 
 class Receiver:

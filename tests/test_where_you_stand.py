@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from course_lib import where_you_stand
-from course_lib.__main__ import main
-from course_lib.progress import ExerciseRecord, LedgerRecord, Progress, record_exercise
-from course_lib.workshop import notebooks
+from course_lib.notebook import contents, where_you_stand
+from course_lib.notebook.progress import ExerciseRecord, LedgerRecord, Progress, record_exercise
+from course_tools.__main__ import main
 
-LABS = notebooks.labs()
+LABS = contents.labs()
 FIRST, *OTHERS = LABS
 
 

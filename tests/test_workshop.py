@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.doctor.findings import NOTE, OK, PROBLEM, Finding
-from course_lib.workshop import class_needs, command, notebooks, notes, pace, preflight
-from course_lib.workshop.notebooks import Section
+from classroom.authoring import notes
+from classroom.workshop import class_needs, command, pace, preflight
+from course_lib.notebook import contents
+from course_lib.notebook.contents import Section
+from course_tools.doctor.findings import NOTE, OK, PROBLEM, Finding
 
-ROOT = Path(notebooks.ROOT)
+ROOT = Path(contents.ROOT)
 GIB = 2**30
 NOTE_5 = """---
 minutes: 60
@@ -47,7 +49,7 @@ def test_every_command_is_there_and_has_its_help():
     for module, _ in command.COMMANDS.values():
         assert importlib.util.find_spec(module), module
     done = subprocess.run(
-        [sys.executable, "-m", "course_lib.workshop.command", "--help"], capture_output=True, text=True
+        [sys.executable, "-m", "classroom.workshop.command", "--help"], capture_output=True, text=True
     )
     assert done.returncode == 0 and all(name in done.stdout for name in command.COMMANDS) and "torch" not in done.stderr
     for name in ("preflight", "board", "reset", "pace", "notes"):
@@ -63,11 +65,11 @@ def test_minutes_are_shared_out_by_cost_and_sum_up():
     with pytest.raises(ValueError, match="state at least 3"):
         pace.share(2, [1, 1, 1])
     assert pace.cost(Section("x", 2, words=400, lines=20, cells=3, figures=2)) == 2 + 1 + 1 + 2
-    for number, (minutes, lab) in notebooks.map_minutes().items():
-        steps = pace.plan(notebooks.sections(notebooks.find(number, "lessons")), minutes)
+    for number, (minutes, lab) in contents.map_minutes().items():
+        steps = pace.plan(contents.sections(contents.find(number, "lessons")), minutes)
         assert pace.taken(steps) == minutes and len(steps) > 8
-        assert sum(one.minutes for one in notebooks.exercises(notebooks.find(number, "labs"))) == lab
-    assert list(notebooks.map_minutes()) == list(range(1, 9))
+        assert sum(one.minutes for one in contents.exercises(contents.find(number, "labs"))) == lab
+    assert list(contents.map_minutes()) == list(range(1, 9))
 
 
 def test_sections_are_dropped_in_the_notes_order_with_what_stands_below_them():

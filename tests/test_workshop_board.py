@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.progress import ExerciseRecord, LedgerRecord, Progress
-from course_lib.workshop import board, board_page, class_files, notebooks, standing
+from classroom.workshop import board, board_page, class_files, standing
+from course_lib.notebook import contents
+from course_lib.notebook.progress import ExerciseRecord, LedgerRecord, Progress
 
-LABS = notebooks.labs()
+LABS = contents.labs()
 LAB5 = "05_deepspeed_zero"
 OLD = "2020-01-01T10:00:00+00:00"
 
@@ -61,7 +62,7 @@ def table(folder: Path, order: str = "name") -> Read:
 
 
 def test_the_number_of_exercises_is_that_of_the_checks():
-    from course_lib.labs import find_lab
+    from classroom.authoring.labs import find_lab
 
     checks = find_lab("04_ddp_accelerate").exercises.values()
     assert [(one.name, one.minutes) for one in LABS["04_ddp_accelerate"]] == [(one.name, one.minutes) for one in checks]

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from course_lib import labs, progress
-from course_lib.workshop import reset
+from classroom.authoring import labs
+from classroom.workshop import reset
+from course_lib.notebook import progress
 
 GENERATOR = reset.render
 WORK = b'{"cells": "an evening of work"}'

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from test_workshop_board import LAB5, OLD, Read, learner
 
-from course_lib import progress
-from course_lib.progress import ExerciseRecord, Progress
-from course_lib.workshop import board
+from classroom.workshop import board
+from course_lib.notebook import progress
+from course_lib.notebook.progress import ExerciseRecord, Progress
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def test_one_file_that_needs_no_server(tmp_path, capsys):
 
 
 def test_ctrl_c_ends_it(tmp_path):
-    command = [sys.executable, "-m", "course_lib.workshop.command", "board", str(tmp_path), "--port", "0"]
+    command = [sys.executable, "-m", "classroom.workshop.command", "board", str(tmp_path), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                cwd=Path(progress.__file__).parent.parent)  # fmt: skip
     try:

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from course_lib.launch import launch
+from course_lib.launch.commands import Background
 from course_lib.models import tiny_llama
-from course_lib.shell import Background
 from course_lib.training import single
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed is not installed", allow_module_level=True)
 
-from course_lib.training import zero
-from course_lib.training.zero_keys import KNOWN
+from course_lib.training.sharded import zero
+from course_lib.training.sharded.zero_keys import KNOWN
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 
@@ -155,10 +155,10 @@ def test_the_keys_are_deepspeed_s():
 
 
 COMMANDS = {
-    "torchrun": "torchrun --nproc_per_node 2 -m course_lib.training.zero --stage 1",
-    "deepspeed": "deepspeed --num_gpus 2 --master_port {port} --module course_lib.training.zero --stage 2",
+    "torchrun": "torchrun --nproc_per_node 2 -m course_lib.training.sharded.zero --stage 1",
+    "deepspeed": "deepspeed --num_gpus 2 --master_port {port} --module course_lib.training.sharded.zero --stage 2",
     "accelerate": "accelerate launch --config_file {configuration} --main_process_port {port} "
-    "-m course_lib.training.accelerate_zero",
+    "-m course_lib.training.sharded.accelerate_zero",
 }
 
 

@@ -11,9 +11,9 @@ import cloudpickle
 import pytest
 import torch
 
-from course_lib.data import sample_batch
 from course_lib.launch import launch
 from course_lib.models import tiny_llama
+from course_lib.models.data import sample_batch
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed is not installed", allow_module_level=True)
@@ -21,9 +21,9 @@ if importlib.util.find_spec("deepspeed") is None:
 import test_zero
 from test_zero import BUCKET, NUMELS, ROTARY, SIZES, TOLERANCE, WEIGHTS, every_stage, off_by, oracle, share
 
-from course_lib.training import accelerate_zero, zero
-from course_lib.training.zero_config import zero_config
-from course_lib.training.zero_engine import assert_sharded, initialize
+from course_lib.training.sharded import accelerate_zero, zero
+from course_lib.training.sharded.zero_config import zero_config
+from course_lib.training.sharded.zero_engine import assert_sharded, initialize
 
 for module in (sys.modules[__name__], test_zero):  # ranks need not import pytest
     cloudpickle.register_pickle_by_value(module)
@@ -69,7 +69,7 @@ def unnamed_bytes(sizes):
     """The largest tensor that is alive after a step and that the probe does not name, by stage."""
     import gc
 
-    from course_lib.observe.zero import holdings
+    from course_lib.observe.deepspeed_memory import holdings
 
     def alive():
         gc.collect()

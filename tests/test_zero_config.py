@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from course_lib.training.zero_config import (
+from course_lib.training.sharded.zero_config import (
     batch_sizes,
     check_config,
     host_bytes,
@@ -15,7 +15,7 @@ from course_lib.training.zero_config import (
     without_compiling,
     zero_config,
 )
-from course_lib.training.zero_keys import KNOWN, check_keys
+from course_lib.training.sharded.zero_keys import KNOWN, check_keys
 
 GOOD = {
     "train_batch_size": 16,

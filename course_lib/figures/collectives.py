@@ -112,7 +112,7 @@ def _box(x: float, y: float, colour: str, edge: str, width: float = 0.92) -> Any
 
 def ring_state(ranks: int, step: int) -> tuple[list[list[Any]], list[tuple[int, int, int]]]:
     """The ring all-reduce after `step` of its 2(n-1) steps: every rank's chunks, and the (sender, chunk, receiver) of the
-    step just done. It follows `course_lib.collectives.ring`, where rank r ends the first half with chunk r.
+    step just done. It follows `course_lib.collectives.by_hand.ring`, where rank r ends the first half with chunk r.
 
     Raises:
         ValueError: fewer than 2 ranks, or a step that the ring does not have.

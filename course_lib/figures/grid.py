@@ -141,7 +141,7 @@ def _steps(axis: Axes, ranks: int, layout: str) -> list[float]:
     """Draw one layout; the work of each rank, in squares."""
     from matplotlib.patches import Polygon
 
-    from course_lib.training.ring_attention import meetings, runs  # it needs torch, and few pictures do
+    from course_lib.training.sequence.ring_attention import meetings, runs  # it needs torch, and few pictures do
 
     pieces = len(runs(0, ranks, 2 * ranks, layout))  # in a rank's part of the sequence
     seq_len = pieces * ranks

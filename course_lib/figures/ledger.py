@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from course_lib.figures.style import COLOURS, HATCHES, in_turn, new_figure, picture
-from course_lib.ledger import amount
+from course_lib.notebook.ledger import amount
 
 if TYPE_CHECKING:
     from course_lib.figures.style import Picture
@@ -19,7 +19,7 @@ def ledger(entries: Sequence[Any]) -> Picture:
     """Left: measured beside predicted. Right: the residual, part by part as ``measured(..., parts=...)`` named them.
 
     Args:
-        entries: what ``course_lib.ledger.entries()`` gives.
+        entries: what ``course_lib.notebook.ledger.entries()`` gives.
 
     Raises:
         ValueError: nothing has been measured yet.

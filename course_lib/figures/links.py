@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from course_lib.figures.style import COLOURS, LINES, MARKERS, new_figure, nice_bytes, picture
 
 if TYPE_CHECKING:
+    from course_lib.collectives.links import Fit
+    from course_lib.collectives.measuring import Curve
     from course_lib.figures.style import Picture
-    from course_lib.links import Fit
-    from course_lib.measuring import Curve
 
 
 def bandwidth_curve(curve: Curve, fit: Fit, *, title: str = "", held_out: Sequence[int] = ()) -> Picture:

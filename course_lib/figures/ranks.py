@@ -12,7 +12,7 @@ from course_lib.figures.style import COLOURS, LINES, MARKERS, new_figure, nice_n
 if TYPE_CHECKING:
     from course_lib.figures.style import Picture
 
-Series = Sequence[tuple[int, float, float]]  # (step, value, time), see course_lib.tracking
+Series = Sequence[tuple[int, float, float]]  # (step, value, time), see course_lib.observe.tracking
 PANELS = {  # metric -> (what its axis says, by what its values are divided)
     "own_loss": ("own loss (nats a token)", 1.0),
     "loss": ("loss (nats a token)", 1.0),
@@ -33,7 +33,7 @@ def side_by_side(
     """Loss, tokens per second, memory, gradient norm and heartbeat of every rank, over the steps.
 
     Args:
-        runs: the folder that `course_lib.tracking.Tracker` wrote to, or what `course_lib.tracking.read` gave back.
+        runs: the folder that `course_lib.observe.tracking.Tracker` wrote to, or what `course_lib.observe.tracking.read` gave back.
         metrics: which to draw, in this order; empty for those of the five that were logged.
         title: of the picture.
 
@@ -41,7 +41,7 @@ def side_by_side(
         ValueError: none of the metrics was logged, or one that was asked for was not.
     """
     if not isinstance(runs, Mapping):
-        from course_lib.tracking import read
+        from course_lib.observe.tracking import read
 
         runs = read(runs)
     logged = {name for numbers in runs.values() for name, series in numbers.items() if len(series)}

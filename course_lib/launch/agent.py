@@ -40,7 +40,7 @@ def warm(*also: str) -> None:
             multiprocessing.forkserver._forkserver._stop()
         if not is_warm():
             _imported.update(also)
-            multiprocessing.set_forkserver_preload(["course_lib.launch.preload"])
+            multiprocessing.set_forkserver_preload(["course_lib.launch.server_imports"])
             os.environ[ALSO] = ",".join(sorted(_imported))
         multiprocessing.resource_tracker.ensure_running()  # it unblocks SIGINT, so it comes first
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -19,8 +19,9 @@ from course_lib.observe.collectives import Pulse
 _LIBRARIES = tuple(
     os.path.realpath(sysconfig.get_path(key)) + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-_COURSE = os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep
-_MACHINERY = tuple(_COURSE + room for room in ("launch", "observe", "checking", "checks"))
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__)))) + os.sep
+_COURSE = tuple(_ROOT + package + os.sep for package in ("course_lib", "course_tools", "course_checks", "classroom"))
+_MACHINERY = tuple(_ROOT + room for room in ("course_lib/launch", "course_lib/observe", "course_checks"))
 _STACK_LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
@@ -58,7 +59,7 @@ def is_learners(path: str) -> bool:
     if path.startswith("<") and not path.startswith(("<cell", "<ipython")):
         return False
     real = os.path.realpath(path)
-    return not real.startswith((*_LIBRARIES, _COURSE)) and "site-packages" not in real
+    return not real.startswith((*_LIBRARIES, *_COURSE)) and "site-packages" not in real
 
 
 def place(path: str, line: int) -> str:

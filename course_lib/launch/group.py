@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from course_lib.launch.meeting import meeting_place
+from course_lib.launch.rendezvous import meeting_place
 
 # On GPUs a tensor that a notebook cell left on the CPU still finds its way.
 BOTH = "cpu:gloo,cuda:nccl"

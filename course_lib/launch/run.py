@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from course_lib.launch import agent, failures, watch
+from course_lib.launch import agent, failures, supervision
 from course_lib.launch import rank as rank_program
 from course_lib.launch.group import choose_backend
+from course_lib.launch.leases import for_run
 from course_lib.launch.output import Stream, to_cell
 from course_lib.launch.rank import Job
-from course_lib.leases import for_run
 from course_lib.observe.collectives import Collective
 
 
@@ -66,7 +66,7 @@ def launch(
     otherwise) and the device is set. Ranks are forked from a warm server that has PyTorch imported and has never
     touched CUDA, so it does not matter whether the notebook has. They talk over the loopback interface, meet in a
     private folder, and end with the call, with Ctrl-C and with the notebook, however that ends. Where
-    BEYOND_ONE_GPU_LEASES names a class's folder (see ``course_lib.leases``), the run waits its turn for its GPUs.
+    BEYOND_ONE_GPU_LEASES names a class's folder (see ``course_lib.launch.leases``), the run waits its turn for its GPUs.
 
     Args:
         function: any function; one from a notebook cell travels by value.
@@ -112,16 +112,16 @@ def launch(
         threads=threads,
     )
     lease = for_run(ranks, chosen, backend, to_cell)
-    folder = watch.Folder()
+    folder = supervision.Folder()
     thread = agent.Agent(folder.path, ranks)
-    undertaker = watch.Undertaker(thread, folder, lease)
+    undertaker = supervision.Undertaker(thread, folder, lease)
     open_gate = undertaker.gate.release
     try:
         undertaker.start()
         job.environment |= lease.take().environment
         _write_job(folder.path, job)
         stream = Stream(f"{folder.path}/logs", ranks, None if quiet else to_cell)
-        exit_codes = watch.follow(thread, timeout, stream)
+        exit_codes = supervision.follow(thread, timeout, stream)
         outcome = _read_results(folder.path, ranks, exit_codes)
         return _assemble(outcome, stream.logs, time.perf_counter() - began - lease.waited, summary, chosen, ranks)
     except KeyboardInterrupt as pressed:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from course_lib.checked import check_counts
 from course_lib.memory import settings
 from course_lib.memory.breakdown import Breakdown
 from course_lib.memory.cards import Card
 from course_lib.memory.moments import sizes, stage
 from course_lib.memory.moments import step as one_step
-from course_lib.memory.run import run_of
+from course_lib.memory.run_choices import run_of
 from course_lib.memory.shapes import Shape, shape_of
 from course_lib.memory.sharded import BUCKET_ELEMENTS
+from course_lib.validation import check_counts
 
 
 def estimate(

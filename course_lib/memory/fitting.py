@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from course_lib.checked import check_counts, positive
 from course_lib.memory.cards import Card, card
 from course_lib.memory.estimate import estimate
 from course_lib.memory.settings import CHOICES
 from course_lib.memory.shapes import Shape, shape_of
+from course_lib.validation import check_counts, positive
 
 OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit")
 

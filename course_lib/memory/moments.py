@@ -9,11 +9,11 @@ import numpy as np
 
 from course_lib.memory.blocks import SYMBOLS, Numerics
 from course_lib.memory.breakdown import Breakdown
-from course_lib.memory.forms import Forms, forms
+from course_lib.memory.linear_forms import Forms, forms
 from course_lib.memory.parameters import count, held, local_factors, local_matrices
 from course_lib.memory.phases import Phases, phases
 from course_lib.memory.resident import Resident, resident
-from course_lib.memory.run import Run
+from course_lib.memory.run_choices import Run
 from course_lib.memory.shapes import Shape
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from course_lib.checked import pick, positive
 from course_lib.memory.shapes import Shape, shape_of
+from course_lib.validation import pick, positive
 
 
 def deepspeed_zero2_bytes(parameters: int, gpus: int, *, offload: bool = False, documentation: bool = False) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from course_lib.memory.resident import Resident
-from course_lib.memory.run import Run
+from course_lib.memory.run_choices import Run
 
 
 class Phases(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from course_lib.memory.parameters import count, held
 from course_lib.memory.quantized import adam8bit_bytes, nf4_bytes
-from course_lib.memory.run import Run
+from course_lib.memory.run_choices import Run
 from course_lib.memory.shapes import Shape
 
 LIVE_ELEMENTS = 10**9  # DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from course_lib.checked import check_counts, pick
 from course_lib.memory.cards import Card, card
 from course_lib.memory.shapes import Shape
+from course_lib.validation import check_counts, pick
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "method": ("full", "lora", "qlora"),

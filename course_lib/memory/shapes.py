@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
-from course_lib.checked import check_counts
+from course_lib.validation import check_counts
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from course_lib.checked import pick, positive
 from course_lib.memory.units import Tensor, as_tensors
+from course_lib.validation import pick, positive
 
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed")

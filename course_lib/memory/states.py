@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from course_lib.checked import pick, positive
+from course_lib.validation import pick, positive
 
 # Bytes a parameter of mixed-precision Adam: 16-bit weights and gradients; fp32 master copy, momentum, variance.
 WEIGHTS, GRADIENTS, STATES = 2, 2, 12

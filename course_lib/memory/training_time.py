@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from course_lib.checked import positive
 from course_lib.memory.cards import Card
 from course_lib.memory.compute import flops_per_token
 from course_lib.memory.shapes import Shape
 from course_lib.memory.utilization import Utilization, utilization
+from course_lib.validation import positive
 
 DAY = 86_400  # seconds
 

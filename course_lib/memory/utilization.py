@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from course_lib.checked import positive
 from course_lib.memory.cards import Card, card
 from course_lib.memory.compute import flops_per_token, weights_counted
 from course_lib.memory.shapes import Shape, shape_of
+from course_lib.validation import positive
 
 
 @dataclass(frozen=True)

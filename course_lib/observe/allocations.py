@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from course_lib.observe.memory import optimizer_tensors
 from course_lib.observe.profiler import Allocations
-from course_lib.observe.saved import storage_of
+from course_lib.observe.saved_tensors import storage_of
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ def record_allocations(fn: Callable[[], Any], held: Iterable[torch.Tensor] = ())
 def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[torch.Tensor]:
     """What lies in memory between two steps: parameters, buffers, gradients if not cleared, the optimizer's state.
 
-    NF4 weights have constants that are no parameters (`course_lib.training.building.quantization_constants`): add them.
+    NF4 weights have constants that are no parameters (`course_lib.training.finetune.building.quantization_constants`): add them.
     """
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from course_lib.observe.saved import Farewell, SavedForBackward, storage_of
+from course_lib.observe.saved_tensors import Farewell, SavedForBackward, storage_of
 
 if TYPE_CHECKING:
     import torch

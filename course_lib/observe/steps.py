@@ -87,7 +87,7 @@ def observe(
 
     Args:
         model, optimizer: whose bytes to count; leave both out for times alone.
-        probe: counts instead, for a model that needs a probe of its own (`course_lib.observe.zero`).
+        probe: counts instead, for a model that needs a probe of its own (`course_lib.observe.deepspeed_memory`).
         measured_step: index of the one step during which memory is measured (slower; its time is not reported).
 
     Raises:

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from course_lib.checked import check_counts, pick
 from course_lib.memory.shapes import Shape
+from course_lib.validation import check_counts, pick
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 LOSS_BYTES = 4  # maxima, sums and targets' logits of the loss are fp32 whatever the model is in
@@ -29,9 +29,9 @@ class Message(NamedTuple):
     """Collectives, or sends, that are alike.
 
     Attributes:
-        collective: a collective of ``course_lib.links.COLLECTIVES``, or "send" to one other rank.
+        collective: a collective of ``course_lib.collectives.links.COLLECTIVES``, or "send" to one other rank.
         count: how many of them follow each other.
-        num_bytes: the payload of one, as ``course_lib.links.seconds`` takes it: of an all-reduce the array, of an
+        num_bytes: the payload of one, as ``course_lib.collectives.links.seconds`` takes it: of an all-reduce the array, of an
             all-gather what every rank has after it, of a reduce-scatter what every rank has before it.
         axis: of the rank grid: "tp", "pp", "dp" or "cp".
         every: "micro_batch", or "step" for what is sent once in an optimizer step.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from course_lib.data import sample_batch
 from course_lib.models import tiny_llama
+from course_lib.models.data import sample_batch
 from course_lib.observe import observe
 from course_lib.training.command_line import run
+from course_lib.training.micro_batches import micro_batch_size
 from course_lib.training.outcome import Outcome
-from course_lib.training.split import micro_batch_size
 
 
 def train(

@@ -15,18 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from course_lib.data import sample_batch
 from course_lib.models import load, tiny_llama
+from course_lib.models.data import sample_batch
 from course_lib.observe import observe, sent_bytes
 from course_lib.parallel.grid import Grid
-from course_lib.training.building import build_optimizer, choose
 from course_lib.training.command_line import run
-from course_lib.training.gradients import all_reduce_gradients, local
+from course_lib.training.data_parallel.gradients import all_reduce_gradients, local
+from course_lib.training.finetune.building import build_optimizer, choose
+from course_lib.training.micro_batches import micro_batch_size
 from course_lib.training.outcome import Outcome
-from course_lib.training.pipeline_stage import LlamaStage, split_layers, token_loss
-from course_lib.training.split import micro_batch_size
-from course_lib.training.tensor_parallel_dtensor import shard_tensors
-from course_lib.training.tensor_parallel_split import check_split
+from course_lib.training.pipeline.stage import LlamaStage, split_layers, token_loss
+from course_lib.training.tensor.divisibility import check_split
+from course_lib.training.tensor.dtensor import shard_tensors
 
 AXES = ("pp", "dp", "tp")  # slowest first: neighbours in rank are neighbours along tp
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -63,7 +63,7 @@ def train(
         micro_batches: into which a stage's share of the batch is cut.
         layers, hidden, heads, kv_heads: of the tiny model.
         optimizer: "adamw" or "sgd"; the second also shows gradients that are too large by a factor, Adam hides them.
-        steps, global_batch, seq_len, lr, seed: as in ``course_lib.training.ddp``.
+        steps, global_batch, seq_len, lr, seed: as in ``course_lib.training.data_parallel.ddp``.
 
     Returns:
         In ``extra``: coordinates (of this rank), axes (axis -> the ranks of this rank's group along it), stage_layers

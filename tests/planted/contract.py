@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from course_lib.checking import Lab
+from course_checks.harness.checking import Lab
 
 
 class Contract:

@@ -2,7 +2,7 @@
 
 import math
 
-from course_lib.checks.lab01 import LADDER
+from course_checks.lab01 import LADDER
 from course_lib.memory import Shape, estimate
 
 

@@ -536,7 +536,7 @@ def reshard_by(*, cut=True, order="rank", swap=False, moments=True, pad=True, cl
 def choose_by(*, order=None, once=False, passes=3, host=True, whole=False, one_link=False, memory="all", refuse=True,
               last=False, gpu=True):  # fmt: skip
     """Right by default: a table of seconds, sorted, where the shipped answer keeps a running best."""
-    from course_lib.checks.lab05.machines import SETTINGS, gpu_bytes
+    from course_checks.lab05.machines import SETTINGS, gpu_bytes
 
     def answer(machine):
         count, n = shape_of(machine.model).parameters, machine.gpus

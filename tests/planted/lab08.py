@@ -447,7 +447,7 @@ HOME, ONE, EIGHT = (
 
 def right_plan(task):
     """Asks the planner, where the shipped answer was thought out."""
-    from course_lib.planner import plan
+    from course_tools.planning import plan
 
     best = plan(task.model, task.machines, **task.asked).best
     return {name: getattr(best, name) for name in KEYS}

@@ -1,0 +1,1 @@
+"""What an instructor or an author of the course runs."""

@@ -1,0 +1,1 @@
+"""Write labs from solutions, Colab cells, slides, and read the instructors' notes."""

@@ -1,0 +1,1 @@
+"""A day with a class on one box: what the instructor runs beside the lessons, ``beyond class``."""

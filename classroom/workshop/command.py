@@ -1,0 +1,46 @@
+"""``beyond class``: before the class, during it, and after a lab that went wrong."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+# Each in a module of its own, imported for it alone: name -> (module, help).
+COMMANDS = {
+    "preflight": ("classroom.workshop.preflight", "preflight --learners 16: whether this box carries the class"),
+    "gpus": ("classroom.workshop.gpus", "who has which GPU, and who waits; gpus init lends them"),
+    "board": ("classroom.workshop.board", "board FOLDER: the class's progress on a page of this machine"),
+    "reset": ("classroom.workshop.reset", "reset --lab 05: a lab back to its start, the work in it kept aside"),
+    "pace": ("classroom.workshop.pace", "pace 5 --minutes 45: minutes of each section, and what to skip"),
+    "notes": ("classroom.authoring.notes", "notes 5: the instructor's note on a lesson"),
+    "slides": ("classroom.authoring.slides", "slides 5: a lesson's slides"),
+}
+DAY = """\
+the evening before   preflight --learners 16
+on a box with GPUs   gpus init /var/tmp/gpus, then gpus shows who has which, and who waits
+before a lesson      notes 5; pace 5 --minutes 45 --start 09:30; slides 5
+during the lab       board /srv/class (each learner's JupyterLab with BEYOND_ONE_GPU_HOME=/srv/class/NAME)
+a lab gone wrong     reset --lab 05
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command of the class; returns its exit code: 0, 1 for a problem that was found, 2 for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="beyond class",
+        description="A class on one box.",
+        epilog=f"A day with them:\n\n{DAY}\nEach takes --help.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, words) in COMMANDS.items():
+        commands.add_parser(name, help=words, add_help=False)
+    given = sys.argv[1:] if argv is None else list(argv)
+    arguments, rest = parser.parse_known_args(given[:1])
+    return importlib.import_module(COMMANDS[arguments.command][0]).main([*rest, *given[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""`workshop gpus`: who has which GPU of this box, the folder that a class leases them through, a lease for a command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from course_lib.launch.leases import COUNT_VARIABLE, FOLDER_VARIABLE, NAME_VARIABLE, NoTurn, Pool
+from course_lib.launch.leases.messages import duration
+
+GOOD, NOT_YET, BAD_INPUT = 0, 1, 2  # exit codes
+HELP = "who has which GPU of this box, and who waits; make the class's folder; lease for a command"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    made = argparse.ArgumentParser(
+        prog="beyond class gpus",
+        description="Without a word after it: who has which GPU, since when, and who waits.",
+        epilog=f"The folder is of this machine only. Learners have it in {FOLDER_VARIABLE}, their names in {NAME_VARIABLE}.",
+        allow_abbrev=False,
+    )
+    made.add_argument("--folder", default=os.environ.get(FOLDER_VARIABLE, ""), help=f"default: ${FOLDER_VARIABLE}")
+    commands = made.add_subparsers(dest="command", metavar="COMMAND")
+    init = commands.add_parser(
+        "init", help="make the folder, and print the line that learners need", allow_abbrev=False
+    )
+    init.add_argument("where", metavar="FOLDER", help="a new folder on a disk of this machine, such as /var/tmp/gpus")
+    init.add_argument("--gpus", type=int, help="how many there are; default: what nvidia-smi lists")
+    run = commands.add_parser(
+        "run", help="run -n 2 --name Ada -- COMMAND: lease for as long as it lives", allow_abbrev=False,
+        usage="beyond class gpus run [-n N] [--name NAME] [--wait SECONDS] [--folder F] -- COMMAND …",
+    )  # fmt: skip
+    run.add_argument("-n", type=int, default=1, help="GPUs; default 1")
+    run.add_argument("--name", default="", help=f"of the learner; default: ${NAME_VARIABLE}, or the user's name")
+    run.add_argument("--wait", type=float, metavar="SECONDS", help="give up after that long, with exit code 1")
+    run.add_argument("--folder", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes 0; 1: the turn did not come within --wait; 2: bad input; under `run` else the command's own."""
+    words = list(argv)
+    cut = words.index("--") if "--" in words else len(words)
+    given = parser().parse_args(words[:cut])
+    try:
+        if given.command == "init":
+            return _init(given.where, given.gpus)
+        if not given.folder:
+            raise ValueError(
+                f"Which folder? Set {FOLDER_VARIABLE}, or give --folder; to make one: gpus init /var/tmp/gpus --gpus 4"
+            )
+        if given.command == "run":
+            return _run(given, words[cut + 1 :])
+        return _show(Pool(given.folder))
+    except NoTurn as error:
+        print(error, file=sys.stderr)
+        return NOT_YET
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+
+
+def _init(where: str, gpus: int | None) -> int:
+    pool = Pool(where, gpus)
+    pool.make()
+    print(
+        f"{pool.folder} lends {pool.gpus} GPU{'s' * (pool.gpus > 1)}. Every learner's shell, or the service that starts"
+    )
+    print("their notebooks, needs these lines; then each run of `launch` waits its turn by itself:")
+    print(f"export {FOLDER_VARIABLE}={shlex.quote(pool.folder)}")
+    print(f"export {NAME_VARIABLE}=Ada   # each their own")
+    if os.environ.get(COUNT_VARIABLE):
+        print(f"({COUNT_VARIABLE} is set here: a rehearsal. Learners on a box without GPUs need it too.)")
+    closed = next((folder for folder in Path(pool.folder).parents if not folder.stat().st_mode & 0o001), None)
+    if closed is not None:
+        print(
+            f"Other users of this box cannot reach it, for {closed} is closed to them: choose a folder outside of it."
+        )
+    return GOOD
+
+
+def _show(pool: Pool) -> int:
+    holders, queue, now = {h.gpu: h for h in pool.holders()}, pool.waiting(), time.time()
+    rows = [("GPU", "holder", "for", "process")]
+    for gpu in range(pool.gpus):
+        if (held := holders.get(gpu)) is None:
+            rows.append((str(gpu), "free", "", ""))
+        else:
+            how_long = "?" if held.since is None else duration(now - held.since)
+            rows.append((str(gpu), held.name, how_long, "?" if held.pid is None else str(held.pid)))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("Nobody waits." if not queue else "In the queue, whose turn is next first:")
+    for ticket in queue:
+        print(f"  {ticket.name} wants {ticket.wants}, for {duration(now - ticket.since)}")
+    return GOOD
+
+
+def _run(given: argparse.Namespace, command: list[str]) -> int:
+    """Become the command, with the locks open: the lease is its own, and ends when the last of its processes has."""
+    if not command:
+        raise ValueError("Which command? Put it behind two dashes: gpus run -n 1 -- python train.py")
+    program = shutil.which(command[0])
+    if program is None:
+        raise ValueError(f"{command[0]}: no such command here.")
+    before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # Ctrl-Z in the queue would keep all those behind waiting
+    try:
+        lease = Pool(given.folder).lease(given.n, name=given.name, wait=given.wait, tell=_tell).take()
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        signal.signal(signal.SIGTSTP, before)
+    for descriptor in lease.descriptors:
+        os.set_inheritable(descriptor, True)
+    # what it launches shall use these GPUs, and not wait for others
+    environment = {k: v for k, v in os.environ.items() if k != FOLDER_VARIABLE} | lease.environment
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execve(program, command, environment)
+    except OSError as error:
+        raise ValueError(f"{command[0]} cannot be run ({error.strerror}).") from None
+
+
+def _tell(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""What all checks share: the contract, comparisons, and running a learner's code on ranks."""

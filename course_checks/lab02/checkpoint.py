@@ -1,0 +1,143 @@
+"""Lab 2, exercise 2: an activation checkpoint that gives the dropout of the first pass again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from course_checks.harness.checking import NotYet, close
+from course_checks.lab02.common import NewTensors, backward, guarded, lab, tensor_like
+
+ROWS, WIDTH, SLACK = 512, 64, 32_000  # a random state is 5,056 bytes, and there are two blocks
+
+
+class Block(nn.Module):
+    """A residual MLP with dropout inside and one frozen parameter; counts how often it ran."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout, self.runs = nn.Dropout(dropout), 0
+        self.down.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return x + self.down(self.dropout(nn.functional.gelu(self.up(x))))
+
+
+def plain(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return block(x)
+
+
+@lab.exercise("An activation checkpoint", importance=5, difficulty=4, minutes=30)
+@guarded
+def checkpointed(checkpoint: Callable[..., Any]) -> str:
+    """Same output, gradients and random stream as without it; between forward and backward only the inputs stay."""
+    evidence = ""
+    for device in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
+        for dropout in (0.0, 0.5):
+            for needs_gradient in (True, False):
+                expected = _run(plain, device, dropout, needs_gradient)
+                told = _run(checkpoint, device, dropout, needs_gradient)
+                _right_numbers(told, expected, dropout)
+                evidence = _right_memory(told, expected)
+    return f"gradients and random stream as without it; {evidence}"
+
+
+def _run(checkpoint: Callable[..., Any], device: str, dropout: float, needs_gradient: bool) -> dict[str, Any]:
+    """Two blocks in a row, forward and backward, with a look at the memory and the random stream after each."""
+    torch.manual_seed(0)
+    blocks = [Block(dropout).to(device), Block(dropout).to(device)]
+    x = torch.randn(ROWS, WIDTH, device=device, requires_grad=needs_gradient)
+    weights = torch.linspace(-1, 1, ROWS * WIDTH, device=device).view(ROWS, WIDTH)
+    torch.manual_seed(1)
+    with NewTensors() as made:
+        hidden = tensor_like(checkpoint(blocks[0], x), x.detach(), "what checkpointed(block, x) returns")
+        y = tensor_like(checkpoint(blocks[1], hidden), x.detach(), "what checkpointed(block, x) returns")
+    alive = made.alive(besides=[x, hidden, y], collect=checkpoint is not plain)
+    told: dict[str, Any] = {"y": y.detach().clone(), "after forward": _next_numbers(device)}
+    runs = [block.runs for block in blocks]
+    backward((y * weights).sum(), _cut_off(needs_gradient))
+    told["after backward"] = _next_numbers(device)
+    told |= {"alive": sum(new.bytes for new in alive), "runs": (runs, [block.runs for block in blocks]),
+             "recomputed": all(block.runs == run + 1 for block, run in zip(blocks, runs, strict=True))}  # fmt: skip
+    told["gradients"] = {
+        f"block {i} {name}": copy.deepcopy(p.grad)
+        for i, block in enumerate(blocks)
+        for name, p in block.named_parameters()
+    } | {"x": x.grad}
+    return told
+
+
+def _next_numbers(device: str) -> torch.Tensor:
+    """The next four random numbers of each stream that the block could have used."""
+    streams = [torch.rand(4)] + ([torch.rand(4, device=device).cpu()] if device != "cpu" else [])
+    return torch.stack(streams)
+
+
+def _cut_off(needs_gradient: bool) -> str:
+    if needs_gradient:
+        return (
+            "the output requires no gradient: computed under no_grad it is cut off, so let an autograd.Function tie it to "
+            "its inputs"
+        )
+    return (
+        "x needs no gradient here (it comes from a frozen embedding), and so the output does not either and the block's "
+        "parameters get none: hand the parameters to the Function as inputs too"
+    )
+
+
+def _right_numbers(told: dict[str, Any], expected: dict[str, Any], dropout: float) -> None:
+    if not torch.equal(told["after forward"], expected["after forward"]):
+        raise NotYet(
+            "after your forward the random stream is not where block(x) leaves it: the next dropout would be another one. "
+            "Read the state before the block, and do not set it in forward"
+        )
+    close(told["y"], expected["y"], rtol=1e-5, atol=1e-6, what="with the same seed the output")
+    got, wanted = told["gradients"], expected["gradients"]
+    for name, gradient in wanted.items():
+        if gradient is not None and got[name] is None:
+            if name == "x":
+                raise NotYet(
+                    "x has no gradient: return the recomputed input's gradient, or the blocks before learn nothing"
+                )
+            raise NotYet(f"{name} has no gradient: the recomputation must reach the block's parameters as well")
+    wanted = {name: gradient for name, gradient in wanted.items() if gradient is not None}
+    try:
+        close({name: got[name] for name in wanted}, wanted, rtol=2e-4, atol=1e-4, what="the gradient")
+    except NotYet:
+        if dropout:
+            raise NotYet(
+                "without dropout your gradients are right, with dropout they are wrong: the recomputation draws another "
+                "mask. Keep the random state from before the forward and set it again before you recompute"
+            ) from None
+        raise
+    if not torch.equal(told["after backward"], expected["after backward"]):
+        raise NotYet(
+            "after backward() the random stream is not where it was before: the recomputation used it up or set it back. "
+            "Put the state that you found in backward in its place again (torch.random.fork_rng does)"
+        )
+
+
+def _right_memory(told: dict[str, Any], expected: dict[str, Any]) -> str:
+    alive, without = told["alive"], expected["alive"]
+    if alive > SLACK:
+        why = (
+            "the block runs again and its intermediates are kept as well"
+            if told["recomputed"]
+            else "nothing is recomputed, the block's intermediates are all kept"
+        )
+        raise NotYet(
+            f"right numbers, and {alive:,} bytes stay alive between forward and backward beside input and output, where "
+            f"the plain blocks keep {without:,}: {why}. Keep the input alone"
+        )
+    before, after = told["runs"]
+    if before != [1, 1] or after != [2, 2]:
+        raise NotYet(
+            f"the first block ran {before[0]} times in forward and {after[0] - before[0]} times in backward: once each"
+        )
+    return f"{alive:,} bytes stay beside input and output where the plain blocks keep {without:,}; each block ran once more"

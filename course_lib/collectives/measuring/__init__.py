@@ -1,0 +1,9 @@
+"""What this machine's links really do: collectives by size, copies, and the topology as the driver tells it."""
+
+from course_lib.collectives.measuring.collectives import KINDS, Curve, Point, bench_collective
+from course_lib.collectives.measuring.copies import Copy, copy_bandwidth
+from course_lib.collectives.measuring.machine import Report, nccl_report, topology
+
+__all__ = [
+    "KINDS", "Copy", "Curve", "Point", "Report", "bench_collective", "copy_bandwidth", "nccl_report", "topology",
+]  # fmt: skip

@@ -1,0 +1,12 @@
+"""Several hosts on one machine, with links of a chosen speed between them: an emulation, and it says so.
+
+>>> with emulated_hosts(hosts=3, link=Link("200 Mbit/s", 0, 25e6)) as machines:
+...     print(machines)
+...     run = machines.launch(train_step, lr=3e-4)      # as course_lib.launch.launch, one rank a host
+"""
+
+from course_lib.launch.emulation.delay import through_the_link
+from course_lib.launch.emulation.hosts import Hosts, emulated_hosts
+from course_lib.launch.emulation.namespaces import CannotEmulate
+
+__all__ = ["CannotEmulate", "Hosts", "emulated_hosts", "through_the_link"]

@@ -1,0 +1,35 @@
+"""The ring, one step at a time: a slider over the pictures of `course_lib.figures.collectives`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from course_lib.figures.collectives import draw_ring
+from course_lib.figures.style import as_html
+from course_lib.notebook.widgets.static_view import box_with_still
+
+if TYPE_CHECKING:
+    import ipywidgets
+
+
+def ring_stepper(ranks: int = 4) -> ipywidgets.VBox:
+    """A slider from the start to the last of the 2(n-1) steps, and the chunks as they are then.
+
+    Raises:
+        ValueError: fewer than 2 ranks, or more than 8 (too many chunks for a page).
+    """
+    import ipywidgets as w
+
+    if not 2 <= ranks <= 8:
+        raise ValueError(f"ranks={ranks}: choose from 2 to 8, so that the chunks fit on the page.")
+    slider = w.IntSlider(value=0, min=0, max=2 * (ranks - 1), description="step", continuous_update=True)
+    play = w.Play(value=0, min=0, max=2 * (ranks - 1), interval=1500, description="play")
+    w.jslink((play, "value"), (slider, "value"))
+    shown = w.HTML()
+
+    def draw(_: Any = None) -> None:
+        shown.value = as_html(*draw_ring(ranks, slider.value))
+
+    slider.observe(draw, "value")
+    draw()
+    return box_with_still([w.HBox([play, slider]), shown], shown.value)

@@ -1,0 +1,6 @@
+"""The heartbeat that each rank writes: how far it got, and by when it will be heard of again."""
+
+from course_lib.observe.heartbeat.beats import Beat, read_beats
+from course_lib.observe.heartbeat.writer import Heartbeat
+
+__all__ = ["Beat", "Heartbeat", "read_beats"]

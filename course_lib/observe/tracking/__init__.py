@@ -1,0 +1,21 @@
+"""Every metric of every rank, to files that need no account; and back, all ranks together.
+
+>>> with Tracker(folder, rank=rank, world_size=4) as tracker:       # in each rank
+...     tracker.log(step, loss=loss, tokens_per_second=speed)
+>>> read(folder)[2]["loss"]                                         # [(step, value, time), …] of rank 2
+"""
+
+from typing import Any
+
+from course_lib.observe.tracking.reading import read
+from course_lib.observe.tracking.tracker import Tracker
+
+__all__ = ["EveryRank", "Tracker", "read"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "EveryRank":  # a subclass of Transformers' own: imported when it is asked for
+        from course_lib.observe.tracking.callback import EveryRank
+
+        return EveryRank
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

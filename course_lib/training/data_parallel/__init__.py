@@ -1,0 +1,1 @@
+"""Data parallelism: DDP, Accelerate, Lightning, and scaling over slow links."""

@@ -1,0 +1,1 @@
+"""Fine-tuning on one device: full, LoRA and QLoRA."""

@@ -1,0 +1,216 @@
+"""A fine-tune on one device: QLoRA by default, LoRA or every weight by choice, on the course's questions and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from course_lib.models.data import IGNORED, chat_examples, instructions
+from course_lib.observe import observe, tensor_bytes
+from course_lib.training.command_line import run
+from course_lib.training.finetune.building import (
+    autocast,
+    best_precision,
+    build_model,
+    build_optimizer,
+    grad_scaler,
+    peft_may_use_the_old_name,
+    quantization_constants,
+    trainable,
+)
+from course_lib.training.outcome import Outcome
+
+Batch = dict[str, torch.Tensor]  # input_ids and labels, int64 (micro_batch, seq_len)
+
+
+def train(
+    *,
+    model: str = "smollm2",
+    method: str = "qlora",
+    steps: int = 20,
+    micro_batch: int = 2,
+    accumulate: int = 2,
+    seq_len: int = 128,
+    lr: float = 5e-4,
+    precision: str = "auto",
+    optimizer: str = "adamw",
+    checkpointing: str = "none",
+    attention: str = "flash",
+    lora_rank: int = 16,
+    held_out: int = 8,
+    seed: int = 0,
+    save: str | None = None,
+) -> Outcome:
+    """Fine-tune a model on the course's questions and answers, on one device.
+
+    Args:
+        model: as in `course_lib.models.load`.
+        method, precision, optimizer, checkpointing, attention, lora_rank: as in `course_lib.training.finetune.building`;
+            precision "auto" is the best that this device computes fast.
+        steps: optimizer steps.
+        micro_batch: sequences that go through the model at once.
+        accumulate: micro-batches of one optimizer step.
+        seq_len: tokens a sequence, padding included; pairs that are longer are left out.
+        lr: learning rate.
+        held_out: how many held-out pairs are asked before and after.
+        seed: of the adapters and of the order of the pairs.
+        save: a folder that the adapter (with "full" the model) is written to.
+
+    Returns:
+        Losses a token, and in `extra`: held_out_before, held_out_after, trainable (parameters), precision,
+        quantization_constants (bytes that NF4 needs besides `memory["parameters"]`).
+
+    Raises:
+        ValueError: no steps, no pair that fits, or a choice that does not exist or fit this device.
+    """
+    positive(steps=steps, micro_batch=micro_batch, accumulate=accumulate, held_out=held_out)
+    precision = best_precision() if precision == "auto" else precision
+    net, tokenizer = build_model(model, method=method, precision=precision, attention=attention,
+                                 checkpointing=checkpointing, lora_rank=lora_rank, seed=seed)  # fmt: skip
+    device = net.device
+    optim = build_optimizer(trainable(net), optimizer, lr)
+    scaler = grad_scaler(precision, device)
+    exam = examples(tokenizer, "held_out", seq_len)[:held_out]
+    batches = shuffled(examples(tokenizer, "train", seq_len), micro_batch, seq_len, seed)
+    before = held_out_loss(net, exam, seq_len, precision)
+
+    seen = observe(net, optim)
+    losses = []
+    for _ in range(steps):
+        with seen.step(tokens=accumulate * micro_batch * seq_len):
+            window = [next(batches) for _ in range(accumulate)]
+            answer_tokens = sum(trained_tokens(batch) for batch in window)  # of the whole step, known before it starts
+            total = torch.zeros((), device=device)
+            for batch in window:
+                batch = {key: value.to(device) for key, value in batch.items()}
+                with autocast(precision, device):
+                    # the sum over this micro-batch's answer tokens, divided by the tokens of the whole step
+                    loss = net(**batch, num_items_in_batch=answer_tokens).loss
+                scaler.scale(loss).backward()
+                total += loss.detach()
+            scaler.step(optim)
+            scaler.update()
+            optim.zero_grad()
+        losses.append(total.item())
+
+    extra: dict[str, Any] = {
+        "held_out_before": before,
+        "held_out_after": held_out_loss(net, exam, seq_len, precision),
+        "trainable": sum(p.numel() for p in trainable(net)),
+        "precision": precision,
+        "quantization_constants": tensor_bytes(quantization_constants(net)),
+    }
+    if save:
+        save_to(save, net)
+    return Outcome(losses, type(net).__name__, 0, 1, seen.median_step, seen.tokens_per_second, seen.memory, extra=extra)
+
+
+def examples(tokenizer: Any, split: str, seq_len: int) -> list[dict[str, list[int]]]:
+    """The split's pairs that fit in `seq_len` tokens whole: half an answer teaches to stop in the middle.
+
+    Raises ValueError where none fits.
+    """
+    every = chat_examples(tokenizer, instructions(split), max_length=4096)
+    fitting = [example for example in every if len(example["input_ids"]) <= seq_len]
+    if not fitting:
+        shortest = min(len(example["input_ids"]) for example in every)
+        raise ValueError(
+            f"seq_len={seq_len}: the shortest {split} pair has {shortest} tokens of this model; allow more."
+        )
+    return fitting
+
+
+def padded(rows: Sequence[dict[str, list[int]]], seq_len: int) -> Batch:
+    """Rows as one batch, int64 (rows, seq_len), padded on the right with token 0 and the label -100.
+
+    No attention mask: a token sees only what stands before it, and padding stands behind. Every batch has the same
+    shape, so its bytes can be predicted.
+    """
+
+    def fill(key: str, value: int) -> torch.Tensor:
+        return torch.tensor([row[key] + [value] * (seq_len - len(row[key])) for row in rows])
+
+    return {"input_ids": fill("input_ids", 0), "labels": fill("labels", IGNORED)}
+
+
+def shuffled(rows: Sequence[dict[str, list[int]]], micro_batch: int, seq_len: int, seed: int) -> Iterator[Batch]:
+    """Batches without end, each epoch in an order of its own; an epoch's last rows go on in the next one."""
+    generator = torch.Generator().manual_seed(seed)
+    waiting: list[dict[str, list[int]]] = []
+    while True:
+        while len(waiting) < micro_batch:
+            waiting += [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
+        yield padded(waiting[:micro_batch], seq_len)
+        waiting = waiting[micro_batch:]
+
+
+def trained_tokens(batch: Batch) -> int:
+    """Tokens that the loss is taken over: those of the answers. (The first of a row is never predicted.)"""
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+@torch.no_grad()
+def held_out_loss(model: Any, rows: Sequence[dict[str, list[int]]], seq_len: int, precision: str = "fp32") -> float:
+    """Mean loss an answer token over `rows`, four rows at a time. The model comes back in the mode that it was in."""
+    training = model.training
+    model.eval()
+    total = tokens = 0.0
+    for start in range(0, len(rows), 4):
+        batch = padded(rows[start : start + 4], seq_len)
+        with autocast(precision, model.device):
+            on_device = {key: value.to(model.device) for key, value in batch.items()}
+            total += model(**on_device, num_items_in_batch=1).loss.item()  # the sum over the answers' tokens
+        tokens += trained_tokens(batch)
+    model.train(training)
+    return total / tokens
+
+
+@torch.no_grad()
+def answer(model: Any, tokenizer: Any, question: str, max_new_tokens: int = 60, precision: str = "fp32") -> str:
+    """What the model answers, each time with its likeliest token. The model comes back in the mode that it was in."""
+    training = model.training
+    model.eval()
+    turns = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with autocast(precision, model.device):
+        written = model.generate(**prompt.to(model.device), max_new_tokens=max_new_tokens, do_sample=False,
+                                 use_cache=True, eos_token_id=tokenizer.eos_token_id,
+                                 pad_token_id=tokenizer.pad_token_id)  # fmt: skip
+    model.train(training)
+    return tokenizer.decode(written[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+
+
+def save_to(folder: str, model: Any) -> None:
+    """Write the adapter, or a model without one, to `folder`."""
+    # "auto" would ask the hub whether the vocabulary has grown; it has not
+    model.save_pretrained(folder, **({"save_embedding_layers": False} if hasattr(model, "peft_config") else {}))
+
+
+def with_adapter(name: str, adapter: str, *, precision: str = "fp32", device: str | None = None) -> Any:
+    """The unquantized model `name` with the adapter in folder `adapter` beside its weights, ready to answer.
+
+    An adapter of "qlora" was trained beside 4-bit weights, so beside the exact ones it is off by their rounding.
+    """
+    from peft import PeftModel
+
+    model, _ = build_model(name, method="full", precision=precision, device=device)
+    with peft_may_use_the_old_name():
+        return PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False).eval()
+
+
+def merged(name: str, adapter: str, *, precision: str = "fp32", device: str | None = None) -> Any:
+    """As `with_adapter`, the adapter added into the weights: a plain model again."""
+    return with_adapter(name, adapter, precision=precision, device=device).merge_and_unload().eval()
+
+
+def positive(**numbers: int) -> None:
+    """Raise ValueError for a number below 1."""
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name}={number}: give a whole number of at least 1.")
+
+
+if __name__ == "__main__":
+    run(train, own_group=False)

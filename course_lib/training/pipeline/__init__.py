@@ -1,0 +1,1 @@
+"""Pipeline parallelism by torch.distributed.pipelining and by hand."""

@@ -1,0 +1,1 @@
+"""A data-parallel training that continues exactly where it was killed."""

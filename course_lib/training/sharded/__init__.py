@@ -1,0 +1,1 @@
+"""Sharded data parallelism: ZeRO with DeepSpeed, and FSDP2."""

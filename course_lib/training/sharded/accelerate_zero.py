@@ -1,0 +1,127 @@
+"""The same training with Hugging Face Accelerate's DeepSpeed plugin: the loop of `accelerate_ddp`, sharded by configuration.
+
+Started by `launch(accelerate_zero.train, ...)`, by torchrun, or with the launcher's own settings by
+`accelerate launch --use_deepspeed --num_processes 2 --zero_stage 2 -m course_lib.training.sharded.accelerate_zero` and by
+`accelerate launch --config_file zero.yaml ...`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from torch.utils.data import DataLoader
+
+from course_lib.models import tiny_llama
+from course_lib.models.data import GlobalBatches
+from course_lib.observe import observe, sent_bytes
+from course_lib.observe.deepspeed_memory import ZeroProbe
+from course_lib.training.command_line import run
+from course_lib.training.micro_batches import micro_batch_size
+from course_lib.training.outcome import Outcome
+from course_lib.training.sharded.accelerate_on_cpu import let_cpu_ranks_shard
+from course_lib.training.sharded.zero_config import BUCKET_ELEMENTS, check_config, without_compiling, zero_config
+from course_lib.training.sharded.zero_engine import assert_sharded, check_machine, local_elements, prepared_deepspeed
+
+
+def train(
+    *,
+    stage: int = 2,
+    steps: int = 20,
+    global_batch: int = 8,
+    seq_len: int = 128,
+    lr: float = 1e-3,
+    accumulate: int = 1,
+    clip: float = 0.0,
+    precision: str = "fp32",
+    offload: str = "none",
+    hidden: int = 128,
+    layers: int = 4,
+    bucket_elements: int = BUCKET_ELEMENTS,
+    seed: int = 0,
+    expect_ranks: int = 0,
+) -> Outcome:
+    """Train the tiny Llama with Accelerate's DeepSpeed plugin.
+
+    Under `accelerate launch` with DeepSpeed the launcher's settings count, and the first four here do not.
+
+    Args:
+        stage, precision, offload, bucket_elements: as in `course_lib.training.sharded.zero_config`.
+        steps, global_batch, seq_len, lr, accumulate, seed: as in `course_lib.training.data_parallel.ddp`.
+        clip: longest gradient; 0 clips nothing. The launcher's --gradient_clipping wins.
+        hidden, layers: of the model.
+        expect_ranks: refuse to train on another number of ranks; 0 takes any from 2 on.
+
+    Raises:
+        ValueError: a choice that cannot be, or a batch that does not divide into ranks times micro-batches.
+        RuntimeError: one process, or a model that is not sharded, came instead.
+    """
+    let_cpu_ranks_shard()
+    plugin = DeepSpeedPlugin(hf_ds_config=None if _configured() else {"zero_optimization": {"stage": stage}})
+    accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=accumulate)
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    if world_size != expect_ranks if expect_ranks else world_size < 2:
+        raise RuntimeError(
+            f"asked for ZeRO on {expect_ranks or 'several'} ranks and Accelerate gave {world_size}. Launch with "
+            "`torchrun --nproc_per_node N` or `accelerate launch --use_deepspeed --num_processes N`, also without GPUs."
+        )
+    accumulate = accelerator.gradient_accumulation_steps
+    micro_batch = micro_batch_size(steps=steps, global_batch=global_batch, ranks=world_size, accumulate=accumulate)
+    if not _configured():
+        chosen = zero_config(stage, ranks=world_size, global_batch=global_batch, accumulate=accumulate, clip=clip,
+                             precision=precision, offload=offload, bucket_elements=bucket_elements)  # fmt: skip
+        del chosen["optimizer"]  # Accelerate brings the one below
+        plugin.deepspeed_config.update(chosen)
+    config = plugin.deepspeed_config
+    config.update(train_batch_size=global_batch, train_micro_batch_size_per_gpu=micro_batch,
+                  gradient_accumulation_steps=accumulate)  # fmt: skip
+    config["steps_per_print"] = None  # Accelerate's infinity is no JSON
+    if config.get("gradient_clipping", "auto") == "auto":  # DeepSpeed's own choice would be 1.0
+        config["gradient_clipping"] = clip
+    if not torch.cuda.is_available():
+        config.update(without_compiling(config))
+    model = tiny_llama(hidden=hidden, layers=layers, seed=seed)
+    check_config(config, ranks=world_size, parameters=sum(p.numel() for p in model.parameters()))
+    prepared_deepspeed()
+    check_machine(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    rows = GlobalBatches(steps, global_batch=global_batch, seq_len=seq_len, seed=seed)
+    loader = DataLoader(rows, batch_size=micro_batch, shuffle=False)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    assert_sharded(model, stage=config["zero_optimization"]["stage"], ranks=world_size)
+    seen = observe(probe=ZeroProbe(model))
+    losses, sent, total = [], [], torch.zeros((), device=accelerator.device)
+    batches = iter(loader)
+    for _ in range(steps):
+        sent.append(sent_bytes())
+        with seen.step(tokens=micro_batch * accumulate * seq_len):
+            for _ in range(accumulate):
+                batch = next(batches)
+                with accelerator.accumulate(model):
+                    loss = model(input_ids=batch, labels=batch).loss
+                    accelerator.backward(loss)  # the engine's backward, and its step after the last micro-batch
+                    optimizer.step()  # nothing: the engine has stepped
+                    optimizer.zero_grad()
+                total += loss.detach() / accumulate
+        sent.append(sent_bytes())
+        losses.append(accelerator.reduce(total, "mean").item())
+        total = torch.zeros_like(total)
+    steps_sent = [b - a for a, b in zip(sent[::2], sent[1::2], strict=True) if a is not None and b is not None]
+    late = steps_sent[len(steps_sent) // 2 :]
+    return Outcome(
+        losses, type(model).__name__, rank, world_size, seen.median_step, seen.tokens_per_second, seen.memory,
+        wire_bytes=sum(late) / len(late) if late else None,
+        extra={"stage": model.zero_optimization_stage(), "zero_optimizer": type(model.optimizer).__name__,
+               "config": config, "on_host": seen.probe.on_host(), "local_elements": local_elements(model),
+               "distributed_type": str(accelerator.distributed_type), "device": str(accelerator.device)},
+    )  # fmt: skip
+
+
+def _configured() -> bool:
+    """True where `accelerate launch` has brought a DeepSpeed configuration; an Accelerator sets other variables itself."""
+    return "ACCELERATE_CONFIG_DS_FIELDS" in os.environ
+
+
+if __name__ == "__main__":
+    run(train, own_group=False)

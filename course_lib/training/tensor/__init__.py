@@ -1,0 +1,1 @@
+"""Tensor parallelism by hand, by DTensor, and by Megatron-core."""

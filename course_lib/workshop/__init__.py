@@ -1,1 +1,0 @@
-"""A day with a class on one box: what the instructor runs beside the lessons, ``python -m course_lib workshop``."""

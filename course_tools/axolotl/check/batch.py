@@ -1,0 +1,108 @@
+"""Sequences and tokens in an optimizer step, and steps in an epoch, as Axolotl and transformers count them."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+from course_tools.axolotl.check.datafiles import Peek, peek
+from course_tools.axolotl.check.packing import packed_rows, token_lengths
+from course_tools.axolotl.check.settings import Settings
+
+# Axolotl's ATTN_IMPLS_SUPPORTING_PACKING.
+VARIABLE_LENGTH = (
+    "flash_attention_2", "flash_attention_3", "flash_attention_4", "flash_attention_torch", "flex_attention", "xformers",
+    "sage",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Batch:
+    """An optimizer step.
+
+    Attributes:
+        micro: sequences (with packing: packed rows) in one forward pass of a rank. accumulate: forward passes a step.
+        data_ranks: ranks that see other sequences. global_batch: their product.
+        tokens: that product times sequence_len: exact with packing or padding to the length, else the most.
+        rows: of the local data sets, validation taken off; None where one cannot be counted.
+        packed: rows after packing; None without packing, or where tokens cannot be counted.
+        steps_per_epoch, total_steps: None where unknown. capped: max_steps ends the run.
+        unknown: why steps_per_epoch is None, in a sentence.
+    """
+
+    micro: int
+    accumulate: int
+    data_ranks: int
+    global_batch: int
+    sequence_len: int
+    tokens: int
+    packing: bool
+    rows: int | None
+    packed: int | None
+    steps_per_epoch: int | None
+    total_steps: int | None
+    capped: bool
+    unknown: str = ""
+
+
+def batch(settings: Settings) -> Batch:
+    """The batch of a run. Reads local data sets, nothing else."""
+    micro, accumulate = settings.number("micro_batch_size"), settings.accumulation
+    whole = micro * accumulate * settings.data_ranks
+    length, packing = settings.number("sequence_len"), bool(settings.get("sample_packing"))
+    rows, unknown, peeks = _rows(settings)
+    packed = None
+    per_epoch: int | None = None
+    if rows is not None and packing:
+        packed, unknown = _packed(settings, peeks, rows, micro, length)
+        if packed is not None:  # only whole micro-batches count, and each rank needs its own
+            per_epoch = max(1, -(-(packed // micro // settings.data_ranks) // accumulate))
+    elif rows is not None:
+        batches = math.ceil(math.ceil(rows / micro) / settings.data_ranks)
+        if settings.get("dataloader_drop_last"):
+            batches = max(1, rows // micro // settings.data_ranks)
+        per_epoch = math.ceil(batches / accumulate)
+    epochs, limit = settings.get("num_epochs"), settings.get("max_steps")
+    total = math.ceil(float(epochs or 1) * per_epoch) if per_epoch is not None else None
+    capped = isinstance(limit, int) and limit > 0
+    return Batch(
+        micro, accumulate, settings.data_ranks, whole, length, whole * length, packing, rows, packed, per_epoch,
+        limit if capped else total, capped, unknown,
+    )  # fmt: skip
+
+
+def _rows(settings: Settings) -> tuple[int | None, str, list[Peek]]:
+    total, peeks = 0, []
+    if not settings.local_datasets:
+        return None, "No data set is listed.", []
+    for one in settings.local_datasets:
+        if one.get("type") == "_synthetic":
+            total += one.get("length", 1000)
+            continue
+        name = str(one.get("path") or "")
+        found = peek(settings.folder / name) if os.path.exists(settings.folder / name) else Peek(None)
+        if found.rows is None or one.get("split") not in (None, "train") or one.get("shards"):
+            return None, f"The rows of {name or 'a data set'} are not counted here.", []
+        peeks.append(found)
+        total += int(found.rows * float(one.get("weight") or 1))
+    return total - validation_rows(settings, total), "", peeks
+
+
+def validation_rows(settings: Settings, rows: int) -> int:
+    """Rows that val_set_size takes: a share up to 1, above it a number, as Axolotl reads it."""
+    size = settings.get("val_set_size") or 0
+    return max(0, min(rows, int(size) if size > 1 else math.ceil(rows * size)))
+
+
+def _packed(settings: Settings, peeks: list[Peek], rows: int, micro: int, length: int) -> tuple[int | None, str]:
+    """Packed rows of sequence_len tokens. Attention of variable length packs a micro-batch as one long row."""
+    lengths, unknown = token_lengths(settings, peeks)
+    if lengths is None:
+        return None, unknown
+    kept = [one for one in lengths if one <= length]
+    if settings.get("val_set_size"):
+        kept = kept[: max(1, len(kept) * rows // max(1, sum(found.rows or 0 for found in peeks)))]
+    long_rows = settings.attention in VARIABLE_LENGTH and not settings.get("multipack_real_batches")
+    at_once = micro if long_rows else 1
+    return at_once * packed_rows(kept, at_once * length, settings.number("sample_packing_bin_size")), ""

@@ -1,0 +1,116 @@
+"""What a check found, for a program and for a reader."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from course_lib.memory import Breakdown
+from course_tools.axolotl.check.batch import Batch
+from course_tools.axolotl.check.findings import Finding
+from course_tools.axolotl.check.gpus import Cluster
+from course_tools.axolotl.check.holders import Holder
+
+GIB = 2**30
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Report:
+    """An Axolotl YAML, read.
+
+    Attributes:
+        name: of the file. cluster: the cards; None if none were told.
+        launch_command: what starts the run. strategy: who wraps the model, in words.
+        batch: an optimizer step and an epoch. holders: what each rank holds.
+        memory: of the fullest GPU, by the course's estimate; None with `memory_unknown`, why not.
+        fits: whether the card holds it; None without a card. largest: the micro_batch_size that would, where it does not.
+        caveats: what the estimate does not see. findings: errors first.
+    """
+
+    name: str
+    cluster: Cluster | None
+    launch_command: str
+    strategy: str
+    batch: Batch
+    holders: tuple[Holder, ...]
+    memory: Breakdown | None
+    memory_unknown: str
+    fits: bool | None
+    largest: int | None
+    caveats: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.level == "error")
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; sizes in bytes."""
+        return {
+            "name": self.name, "gpus": str(self.cluster) if self.cluster else None, "launch_command": self.launch_command,
+            "strategy": self.strategy, "batch": asdict(self.batch),
+            "holders": [asdict(one) | {"share": one.share} for one in self.holders],
+            "memory": self.memory.as_dict() if self.memory else None, "memory_unknown": self.memory_unknown,
+            "fits": self.fits, "largest_micro_batch": self.largest, "caveats": list(self.caveats),
+            "findings": [asdict(one) for one in self.findings],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return "\n".join([*self._run(), *self._memory(), "", *self._findings()])
+
+    def _run(self) -> list[str]:
+        batch = self.batch
+        exact = "" if batch.packing else " at most"
+        lines = [
+            f"{self.name} on {self.cluster or 'no cards told'}",
+            f"  {self.launch_command}",
+            "",
+            f"a step    {batch.micro} micro x {batch.accumulate} accumulated x {batch.data_ranks} data ranks = "
+            f"{batch.global_batch} {'packed rows' if batch.packing else 'sequences'},{exact} {batch.tokens:,} tokens",
+        ]
+        if batch.steps_per_epoch is None:
+            lines.append(f"an epoch  unknown: {batch.unknown}")
+        else:
+            packed = f" in about {batch.packed:,} packed rows" if batch.packed is not None else ""
+            about = "about " if batch.packed is not None else ""
+            lines.append(f"an epoch  {batch.rows:,} rows{packed}: {about}{batch.steps_per_epoch:,} steps")
+        if batch.total_steps is not None:
+            lines.append(f"the run   {batch.total_steps:,} steps" + (" (max_steps)" if batch.capped else ""))
+        return lines
+
+    def _memory(self) -> list[str]:
+        lines = ["", f"who holds what: {self.strategy}"]
+        for one in self.holders:
+            size = "" if one.bytes is None else f"{amount(one.bytes):>12}"
+            lines.append(
+                f"  {one.what:10} {one.share:>6} a rank{size}" + (", on the host" if one.where == "host" else "")
+            )
+        if self.memory is None:
+            return [*lines, f"memory a GPU: not predicted. {self.memory_unknown}"]
+        need = self.memory
+        lines.append(f"  activations and logits {amount(need.activations + need.logits):>19}")
+        if self.cluster and self.cluster.cpu:
+            lines.append(f"memory a rank: peak {amount(need.peak)} ({need.moment})")
+        else:
+            lines.append(f"memory a GPU: peak {amount(need.peak)} ({need.moment}), a card needs {amount(need.device)}")
+        if self.cluster and self.cluster.card:
+            room = amount(self.cluster.card.memory)
+            lines.append(f"  {self.cluster.card.name}: {room}, {'fits' if self.fits else 'DOES NOT FIT'}")
+        return [*lines, *(f"  {caveat}" for caveat in self.caveats)]
+
+    def _findings(self) -> list[str]:
+        if not self.findings:
+            return ["nothing found that is wrong"]
+        lines = []
+        for one in self.findings:
+            place = f"line {one.line}: " if one.line else ""
+            lines.append(f"{one.level:8}{place}{one.key + ': ' if one.key else ''}{one.sentence}")
+            if one.fix:
+                lines.append(f"        -> {one.fix}")
+        return lines
+
+
+def amount(size: int) -> str:
+    """Bytes as GiB, small ones as MiB."""
+    return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / MIB:,.2f} MiB"

@@ -1,0 +1,56 @@
+"""The plugin by which Axolotl trains on CPU ranks as it does on GPUs. Where CUDA is there, nothing here does anything.
+
+In a YAML: ``plugins: [course_tools.axolotl.cpu_ranks.CPURanks]``. Axolotl imports its plugins before anything reads the
+devices, and that is when the three things below must stand.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from accelerate import ParallelismConfig
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from axolotl.integrations.base import BasePlugin
+from axolotl.utils.dict import DictDefault
+
+# Set by Axolotl from the YAML. Accelerate obeys them on accelerators only, and on CPU ranks falls back to plain DDP
+# without a word.
+SHARDING = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG")
+
+
+def _backend(*_: Any, **__: Any) -> tuple[str, DistributedType]:
+    """gloo; and the ranks count as accelerators where the YAML asks for what only accelerators are given."""
+    shards = any(os.environ.get(name) == "true" for name in SHARDING)
+    return "gloo", DistributedType.MULTI_GPU if shards else DistributedType.MULTI_CPU
+
+
+def let_cpu_ranks_train() -> None:
+    """Teach this process's Accelerate and DeepSpeed about CPU ranks. Does nothing with CUDA or on a second call."""
+    if torch.cuda.is_available() or PartialState._prepare_backend is _backend:
+        return
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # else a rank's device would be cuda:LOCAL_RANK
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        import deepspeed
+
+        # DeepSpeed would compile a shared-memory all-reduce for a minute, which c10d does not see, so that nobody
+        # could count it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        PartialState._prepare_backend = _backend
+    meshes = ParallelismConfig.build_device_mesh
+    ParallelismConfig.build_device_mesh = lambda config, device_type: meshes(config, "cpu")
+
+
+let_cpu_ranks_train()
+
+
+class CPURanks(BasePlugin):
+    """Keeps Axolotl from putting rank n's model on GPU n where there is no GPU."""
+
+    def load_datasets(self, cfg: DictDefault, preprocess: bool = False) -> None:
+        """None: Axolotl goes on to load the data itself; this is its first call after the YAML was read."""
+        if not torch.cuda.is_available():
+            cfg.device_map = {"": "cpu"}

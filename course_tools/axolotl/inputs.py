@@ -1,0 +1,62 @@
+"""What the course's YAMLs train: a tiny Llama as a folder, and real text as the JSON lines that Axolotl reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from course_lib.models import byte_tokenizer, no_progress_bars, tiny_llama
+from course_lib.models.data import english, instructions
+
+if TYPE_CHECKING:
+    import torch
+
+PARAGRAPH = 40  # letters: what is shorter is a heading
+
+
+def make_inputs(folder: str | os.PathLike[str], *, layers: int = 2, hidden: int = 128, seed: int = 0) -> Path:
+    """Write `tiny/` (model and byte tokenizer), `instructions.jsonl` (alpaca) and `texts.jsonl` (completion).
+
+    Nothing is downloaded: the questions are the course's own, the texts the Python documentation. What lies in
+    `folder` already is written again. Returns the folder.
+    """
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    model, tokenizer = tiny_llama(layers=layers, hidden=hidden, max_length=2048, seed=seed), byte_tokenizer()
+    for name in ("pad", "bos", "eos"):
+        setattr(model.config, f"{name}_token_id", getattr(tokenizer, f"{name}_token_id"))
+    with no_progress_bars():
+        model.save_pretrained(target / "tiny")
+    tokenizer.save_pretrained(target / "tiny")
+    _write(
+        target / "instructions.jsonl",
+        ({"instruction": pair["question"], "input": "", "output": pair["answer"]} for pair in instructions()),
+    )
+    paragraphs = (" ".join(text.split()) for text in english().split("\n\n"))
+    _write(target / "texts.jsonl", ({"text": text} for text in paragraphs if len(text) > PARAGRAPH))
+    return target
+
+
+def write_tokens(path: str | os.PathLike[str], batches: Iterable[torch.Tensor]) -> None:
+    """Write token ids (rows, tokens) as JSON lines that Axolotl takes as they are: a dataset whose ``type`` is empty.
+
+    Every token is trained. With ``curriculum_sampling: true`` the rows keep their order, so that a run has the batches
+    of another program. Raises OSError where the file cannot be written.
+    """
+    _write(
+        Path(path),
+        (
+            {"input_ids": row, "attention_mask": [1] * len(row), "labels": row}
+            for batch in batches
+            for row in batch.tolist()
+        ),
+    )
+
+
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")

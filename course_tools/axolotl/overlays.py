@@ -1,0 +1,64 @@
+"""One base YAML and small overlays: what a run changes is three lines that can be read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from course_tools.axolotl.check.yaml_lines import loaded, text_of
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The mapping that a YAML file holds; an empty file is an empty mapping.
+
+    Raises:
+        ValueError: the file is missing, does not parse (line and column are named), or holds no mapping.
+    """
+    _, values = loaded(text_of(Path(path)), path)
+    return values or {}
+
+
+def laid_over(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
+    """`overlay` on `base`: mappings are merged key by key, everything else is replaced, `null` takes a key away."""
+    result = dict(base)
+    for key, value in overlay.items():
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
+            result[key] = laid_over(result[key], value)
+        else:
+            result[key] = value
+    return result
+
+
+def merged(
+    base: str | os.PathLike[str] | Mapping[str, Any],
+    *overlays: str | os.PathLike[str] | Mapping[str, Any],
+    **changes: Any,
+) -> dict[str, Any]:
+    """The configuration that `base` and the overlays make, in their order, with `changes` on top.
+
+    Args:
+        base: a YAML file, or its mapping.
+        overlays: the same, each laid over what stands so far.
+        changes: top-level keys; ``None`` takes a key away.
+
+    Raises:
+        ValueError: as `read`.
+    """
+    result: dict[str, Any] = {}
+    for layer in (base, *overlays, changes):
+        result = laid_over(result, layer if isinstance(layer, Mapping) else read(layer))
+    return result
+
+
+def write(config: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Write a configuration as the YAML that ``axolotl train PATH`` takes; returns the path."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    return target

@@ -1,0 +1,91 @@
+"""From one job to the files of one target, and the one command that starts it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from course_lib.validation import pick
+from course_tools.clusters import azureml, kubernetes, skypilot, slurm, torchrun
+from course_tools.clusters.job import Job
+from course_tools.clusters.words import one_line
+
+_MODULES: dict[str, ModuleType] = {
+    "torchrun": torchrun,
+    "slurm": slurm,
+    "kubernetes": kubernetes,
+    "azureml": azureml,
+    "skypilot": skypilot,
+}
+TARGETS = tuple(_MODULES)
+
+
+class Written(NamedTuple):
+    """What `write` made: the files, and what to type from the folder in which it was called."""
+
+    files: list[Path]
+    command: str
+
+
+def options_of(target: str) -> dict[str, str]:
+    """The options of a target and what each is for.
+
+    Raises:
+        ValueError: no such target; the nearest one is offered.
+    """
+    pick("target", target, TARGETS)
+    return dict(_MODULES[target].OPTIONS)
+
+
+def launch_files(job: Job, target: str, folder: str | os.PathLike[str] = ".") -> dict[str, str]:
+    """The files that start `job` on `target`, as file name to text; nothing is written or started.
+
+    Args:
+        job: the run.
+        target: one of `TARGETS`.
+        folder: where the files will lie, as seen from the folder of the code: some of them name it.
+
+    Raises:
+        ValueError: an unknown target or option (the nearest known one is offered), or something that this target
+            cannot do with this job.
+    """
+    return _MODULES[_checked(job, target)].files(job, _written(folder))
+
+
+def start_command(job: Job, target: str, folder: str | os.PathLike[str] = ".") -> str:
+    """What to type, once the files lie in `folder`. Raises ValueError as `launch_files`."""
+    return _MODULES[_checked(job, target)].command(job, _written(folder))
+
+
+def write(job: Job, target: str, folder: str | os.PathLike[str]) -> Written:
+    """Write the files into `folder`, which is made if need be.
+
+    Raises:
+        ValueError: as `launch_files`; or `folder` is a file.
+    """
+    texts = launch_files(job, target, folder)
+    place = Path(folder)
+    if place.exists() and not place.is_dir():
+        raise ValueError(f"folder={str(folder)!r} is a file: name a folder for the launch files.")
+    place.mkdir(parents=True, exist_ok=True)
+    files = [place / name for name in texts]
+    for path, text in zip(files, texts.values(), strict=True):
+        path.write_text(text, encoding="utf-8")
+    return Written(files, start_command(job, target, folder))
+
+
+def _checked(job: Any, target: str) -> str:
+    if not isinstance(job, Job):
+        raise ValueError(f"job={job!r}: give a Job.")
+    pick("target", target, TARGETS)
+    for name in job.options:
+        pick(f"options of {target}", name, tuple(_MODULES[target].OPTIONS))
+    return target
+
+
+def _written(folder: str | os.PathLike[str]) -> str:
+    text = os.fspath(folder)
+    one_line(folder=text)
+    return text.rstrip("/") or text

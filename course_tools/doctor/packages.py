@@ -1,0 +1,105 @@
+"""The packages that the lessons stand on, each imported in a process of its own."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+
+from course_tools.doctor.asking import Answer, ask
+from course_tools.doctor.findings import NOTE, OK, PROBLEM, Finding
+
+TORCH = """
+import json, torch
+cards = []
+if torch.cuda.is_available():
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        cards.append({"name": p.name, "memory": p.total_memory, "capability": [p.major, p.minor]})
+print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "available": torch.cuda.is_available(),
+    "cards": cards, "nccl": torch.distributed.is_nccl_available(), "gloo": torch.distributed.is_gloo_available()}))
+"""
+QUANTIZED = """
+import json, torch, bitsandbytes as bnb
+from bitsandbytes import functional as F
+weight = torch.randn(64, 64)
+packed, state = F.quantize_4bit(weight, quant_type="nf4")
+off = (F.dequantize_4bit(packed, state) - weight).abs().max().item()
+print(json.dumps({"version": bnb.__version__, "off": off}))
+"""
+DEEPSPEED = """
+import json, deepspeed
+from deepspeed.ops.op_builder import CPUAdamBuilder
+print(json.dumps({"version": deepspeed.__version__, "buildable": bool(CPUAdamBuilder().is_compatible(verbose=False))}))
+"""
+VERSION = """
+import json, importlib.metadata
+print(json.dumps({"version": importlib.metadata.version(%r)}))
+"""
+SETUP = "Type make setup (or make lab), in the environment that you start Jupyter from."
+
+
+def torch_works(answer: Answer) -> Finding:
+    """`answer` to TORCH."""
+    if answer.failed:
+        return answer.finding("PyTorch", "No lesson runs.", _torch_mend(answer.failed))
+    return Finding(
+        OK,
+        "PyTorch",
+        f"{answer.told['version']}, {'CUDA ' + answer.told['cuda'] if answer.told['cuda'] else 'CPU build'}",
+    )
+
+
+def _torch_mend(failed: str) -> str:
+    if "No module named" in failed:
+        return SETUP
+    if re.search(r"lib(cuda|cudnn|cublas|nccl|nv)|CUDA", failed):
+        return (
+            "CUDA is half installed: a library that this PyTorch was built for is missing. pip install --force-reinstall "
+            "torch brings its own, or take the CPU build that README.md names."
+        )
+    return "pip install --force-reinstall torch; if it goes on, the message above is what to search for."
+
+
+def quantization() -> Finding:
+    """bitsandbytes, by quantizing a small matrix."""
+    answer = ask(QUANTIZED)
+    if answer.failed:
+        return answer.finding("bitsandbytes", "QLoRA and 8-bit optimizers (lessons 2, 6, 7, 8) will not run.", SETUP)
+    return Finding(OK, "bitsandbytes", f"{answer.told['version']}, NF4 tried")
+
+
+def zero() -> Finding:
+    """DeepSpeed, without building anything."""
+    answer = ask(DEEPSPEED, DS_ACCELERATOR="cpu")
+    if answer.failed:
+        return answer.finding("DeepSpeed", "Lesson 5, and the ZeRO parts of 7 and 8, will not run.", SETUP)
+    kernels = "can build its kernels" if answer.told["buildable"] else "builds no kernels here"
+    return Finding(OK, "DeepSpeed", f"{answer.told['version']}, {kernels}; the course needs none of them")
+
+
+def installed(package: str, lessons: str) -> Finding:
+    """Whether a package is there at all; importing it is left to the lesson that needs it."""
+    answer = ask(VERSION % package)
+    if answer.failed:
+        return Finding(PROBLEM, package, "is not installed", f"{lessons} will not run.", SETUP)
+    return Finding(OK, package, answer.told["version"])
+
+
+def build_locks(folder: str | None = None) -> Finding:
+    """Locks of builds that were killed: every later build of the same kernel would wait for them for ever."""
+    cache = folder or os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
+    left = sorted(glob.glob(os.path.join(glob.escape(cache), "**", "lock"), recursive=True))
+    if left:
+        return Finding(
+            NOTE, "build locks", f"{len(left)} in torch's extensions cache",
+            "If no build is running now, a killed one left them, and the next use of that kernel hangs without a word (DeepSpeed "
+            "with its own kernels, lesson 5).",
+            "If nothing is being built: rm " + " ".join(map(_short, left)),
+        )  # fmt: skip
+    return Finding(OK, "build locks", "none left behind")
+
+
+def _short(path: str) -> str:
+    home = os.path.expanduser("~")
+    return "~" + path[len(home) :] if path.startswith(home + os.sep) else path

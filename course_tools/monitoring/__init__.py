@@ -1,0 +1,19 @@
+"""A heartbeat in every rank, and a watchdog that says which rank stopped, how, and where.
+
+>>> with Heartbeat(folder, rank=rank, every=5) as heartbeat:        # in the training program
+...     for step in range(steps):
+...         heartbeat.beat(step, "data")
+...         ...
+...         heartbeat.beat(phase="backward")
+>>> with Watchdog(folder, ranks=4, webhook=url) as watchdog:        # in the notebook, or beyond watch
+...     ...
+>>> watchdog.alarms[0].sentence
+"""
+
+from course_lib.observe.heartbeat.beats import Beat, read_beats
+from course_lib.observe.heartbeat.writer import Heartbeat
+from course_tools.monitoring.alarm import Alarm, Recovery
+from course_tools.monitoring.rule import Judge
+from course_tools.monitoring.watching import Watchdog
+
+__all__ = ["Alarm", "Beat", "Heartbeat", "Judge", "Recovery", "Watchdog", "read_beats"]

@@ -1,0 +1,71 @@
+"""``beyond watch FOLDER --ranks N``: the watchdog as a process beside the training."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from course_tools.monitoring.watching import Watchdog
+
+QUIET, ALARMED, BAD_INPUT = 0, 1, 2  # exit codes
+VARIABLE = "WATCHDOG_WEBHOOK"
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="beyond watch",
+        description="Watch the heartbeats of a run's ranks until all have ended, and say which one hangs, and where.",
+        epilog="Exit code 0: no alarm; 1: there was one; 2: the options mean nothing.",
+        allow_abbrev=False,
+    )
+    made.add_argument("folder", help="where the ranks' Heartbeat writes")
+    made.add_argument("--ranks", type=int, required=True, metavar="N")
+    # an argument is for everybody on the machine to read, and the URL is a secret
+    made.add_argument("--webhook", default="", metavar="URL", help=f"post each sentence there; or set {VARIABLE}")
+    made.add_argument("--start-within", type=float, default=120.0, metavar="SECONDS", help="default 120")
+    made.add_argument("--name", default="", help="of the run, put before what is posted")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Watch until every rank is done, or until SIGINT or SIGTERM."""
+    given = parser().parse_args(argv)
+    try:
+        watchdog = Watchdog(
+            given.folder,
+            ranks=given.ranks,
+            webhook=given.webhook or os.environ.get(VARIABLE, ""),
+            start_within=given.start_within,
+            name=given.name,
+            tell=_tell,
+        )
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    end = threading.Event()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(which, lambda *_: end.set()) for which in signals]
+    try:
+        _watch(watchdog, given, end)
+    finally:
+        for which, handler in zip(signals, before, strict=True):
+            signal.signal(which, handler)
+    return ALARMED if watchdog.alarms else QUIET
+
+
+def _watch(watchdog: Watchdog, given: argparse.Namespace, end: threading.Event) -> None:
+    with watchdog:
+        _tell(f"watching {given.ranks} rank{'s' * (given.ranks > 1)} in {given.folder}")
+        while not end.wait(0.2) and not watchdog.finished:
+            pass
+        if watchdog.finished:
+            _tell("every rank is done.")
+
+
+def _tell(sentence: str) -> None:
+    print(time.strftime("%H:%M:%S"), sentence, flush=True)

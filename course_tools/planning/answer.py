@@ -1,0 +1,178 @@
+"""What a search answers: plans, the first things that did not fit, and the case that nothing does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from course_lib.memory import Breakdown, Shape
+from course_lib.parallel.grid import Grid
+from course_tools.planning.machines import Machines
+
+GIB = 2**30
+
+
+def words(grid: Grid) -> str:
+    """DP 4 x TP 2, as a reader says it."""
+    axes = {"DP": grid.dp, "TP": grid.tp, "PP": grid.pp, "CP": grid.cp}
+    return " x ".join(f"{name} {ranks}" for name, ranks in axes.items() if ranks > 1) or "1 GPU"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that a planner chooses. The names are those of `course_lib.memory.estimate` where it has them.
+
+    Attributes:
+        strategy: "single", "ddp", "zero1", "zero2", "zero3", "fsdp". method: "full", "lora", "qlora".
+        dp, tp, pp, cp: ranks along the data, tensor, pipeline and context axis.
+        sequence_parallel: norms and residuals split along the sequence over the tensor-parallel ranks.
+        micro_batch: sequences in one forward pass of one data-parallel rank. micro_batches: such passes in one step.
+        chunks: layer groups that each pipeline stage holds (interleaved 1F1B where more than 1).
+        checkpointing: "none", "selective", "full". offload: "none", "optimizer", "all".
+    """
+
+    strategy: str
+    method: str = "full"
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    sequence_parallel: bool = False
+    micro_batch: int = 1
+    micro_batches: int = 1
+    chunks: int = 1
+    checkpointing: str = "none"
+    offload: str = "none"
+    precision: str = "bf16-mixed"
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(dp=self.dp, pp=self.pp, tp=self.tp, cp=self.cp)
+
+    @property
+    def kind(self) -> tuple[str, str, str, Grid]:
+        """Method, strategy, offload, grid: settings that differ in the rest are variants of one plan."""
+        return (self.method, self.strategy, self.offload, self.grid)
+
+    def __str__(self) -> str:
+        said = [f"{NAMES[self.method]} by {NAMES[self.strategy]}", f"on {words(self.grid)}"]
+        said.append(f"micro-batch {self.micro_batch} x {self.micro_batches}")
+        said += [f"{self.chunks} chunks a stage"] if self.chunks > 1 else []
+        said += ["sequence parallelism"] if self.sequence_parallel else []
+        said += [f"{self.checkpointing} checkpointing"] if self.checkpointing != "none" else []
+        said += ["optimizer on the host" if self.offload == "optimizer" else "all states on the host"] * (
+            self.offload != "none"
+        )
+        return ", ".join(said)
+
+
+NAMES = {
+    "full": "full training", "lora": "LoRA", "qlora": "QLoRA", "single": "one process", "ddp": "DDP", "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan(Settings):
+    """Settings that fit, and what they are predicted to cost.
+
+    Attributes:
+        memory: of the fullest GPU, `course_lib.memory.Breakdown`; with chunks its peak has what interleaving adds.
+        step_seconds: of one optimizer step. parts: its seconds by name; they add up to it.
+        mfu: share of the card's peak that the model's own FLOPs make up, by MFU_DEFINITION.
+        days: for `tokens`; None where no tokens were given.
+        limit: what takes most of the step beside multiplying matrices.
+        model, machines, global_batch (sequences a step), seq_len (tokens a sequence), tokens: the question.
+        lora_rank: of the factors, for "lora" and "qlora". attention: "flash" or "eager".
+    """
+
+    memory: Breakdown = field(kw_only=True)
+    step_seconds: float = field(kw_only=True)
+    parts: dict[str, float] = field(kw_only=True)
+    mfu: float = field(kw_only=True)
+    days: float | None = field(default=None, kw_only=True)
+    limit: str = field(kw_only=True)
+    model: Shape = field(kw_only=True)
+    machines: Machines = field(kw_only=True)
+    global_batch: int = field(kw_only=True)
+    seq_len: int = field(kw_only=True)
+    tokens: float | None = field(default=None, kw_only=True)
+    lora_rank: int = field(default=16, kw_only=True)
+    attention: str = field(default="flash", kw_only=True)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that a card must have: peak, what the allocator cannot reuse, and CUDA's context."""
+        return self.memory.device
+
+    @property
+    def gpus(self) -> int:
+        return self.grid.size
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.global_batch * self.seq_len / self.step_seconds
+
+    __str__ = Settings.__str__
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Something that would have been fast and does not fit.
+
+    Attributes:
+        settings: in their most frugal form. needs, has: bytes on a GPU (or on a node's host where `where` says so).
+        sentence: needs, has and why, for a reader.
+        where: "GPU" or "host".
+    """
+
+    settings: Settings
+    needs: int
+    has: int
+    sentence: str
+    where: str = "GPU"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `plan` found.
+
+    Attributes:
+        plans: the shortest step first, one for each method, strategy and grid, in its fastest variant that fits.
+        refused: the first three, by their speed, of which no variant fits.
+        grids: the grids in the order of their fastest plan, as many as there are `plans` asked for.
+        searched: settings whose time was reckoned. estimated: those whose memory was; the rest was out beforehand.
+        seconds: that the search took.
+        note: what was assumed about the machines, or "".
+    """
+
+    plans: list[Plan]
+    refused: list[Refusal]
+    grids: list[Grid]
+    searched: int
+    estimated: int
+    seconds: float
+    note: str = ""
+
+    @property
+    def best(self) -> Plan:
+        return self.plans[0]
+
+    def rank(self, grid: Grid | Settings) -> int | None:
+        """Place of a grid among `grids`, from 1; None where it is not among them."""
+        wanted = grid if isinstance(grid, Grid) else grid.grid
+        return self.grids.index(wanted) + 1 if wanted in self.grids else None
+
+
+class NoPlan(ValueError):
+    """Nothing fits: the sentence says by how much, and what would.
+
+    Attributes:
+        missing: bytes by which the most frugal way misses (on a GPU or on a node's host). nearest: that way.
+        would: what would fit, a sentence each.
+    """
+
+    def __init__(self, sentence: str, missing: int, nearest: Refusal | None, would: tuple[str, ...]) -> None:
+        super().__init__(sentence)
+        self.missing = missing
+        self.nearest = nearest
+        self.would = would

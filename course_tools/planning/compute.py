@@ -1,0 +1,94 @@
+"""Seconds that one GPU computes for one block and for the output layer, forward and backward, of one micro-batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from course_lib.memory.parameters import local_matrices
+from course_tools.planning.question import Question
+from course_tools.planning.table import Table
+
+
+class Block(NamedTuple):
+    """Seconds of one block, of one micro-batch, a value for each row of the table.
+
+    Attributes:
+        products: matrix products, there and back. attention: its forward pass; all of it is `attention_passes` times that.
+        elementwise: norms, activations, rotations, the scores of eager attention, adapters: bound by memory.
+        recomputed: forward again for the backward pass. dequantized: NF4 to 16 bits, at each use.
+        waiting: what launching kernels takes beyond all that.
+    """
+
+    products: np.ndarray
+    attention: np.ndarray
+    attention_passes: float
+    elementwise: np.ndarray
+    recomputed: np.ndarray
+    dequantized: np.ndarray
+    waiting: np.ndarray
+
+    @property
+    def total(self) -> np.ndarray:
+        return (self.products + self.attention * self.attention_passes + self.elementwise + self.recomputed
+                + self.dequantized + self.waiting)  # fmt: skip
+
+
+def rates(question: Question) -> tuple[float, float]:
+    """FLOP/s of large matrix products and bytes/s of element-wise kernels on the card."""
+    k, card = question.constants, question.machines.card
+    slow = k.fp32 if question.precision == "fp32" and not question.machines.cpu else 1.0
+    return card.peak_flops * k.matmul * slow, card.bandwidth * k.memory
+
+
+def block_seconds(question: Question, table: Table, tp: np.ndarray, tokens: np.ndarray) -> Block:
+    """`tokens`: of a micro-batch on one GPU."""
+    shape, k, e = question.shape, question.constants, question.element
+    flops, memory = rates(question)
+    degrees = sorted({grid[1] for grid in table.grids})
+    local = [list(local_matrices(shape, t).values()) for t in degrees]
+    which = np.array([degrees.index(grid[1]) for grid in table.grids])[table.grid]
+    weights = np.array([float(sum(r * c for r, c in one)) for one in local])[which]
+    sides = np.array([float(sum(r + c for r, c in one)) for one in local])[which]
+
+    full = np.array([way.method == "full" for way in table.ways])[table.way]
+    quantized = np.array([way.method == "qlora" for way in table.ways])[table.way]
+    product = 2 * tokens * weights / flops + e * (tokens * sides + weights) / memory
+    products = product * np.where(full, 3.0, 2.0)
+
+    eager = question.attention == "eager"
+    keys = question.seq_len if eager else question.seq_len / 2
+    at_once = question.seq_len / table.axis(3)
+    rate = flops if eager else flops * k.flash / k.matmul * at_once / (at_once + k.flash_half)
+    attention = 4 * tokens * keys * shape.attention_width / tp / rate
+    passes = 3.0 if eager else 1 + k.backward_flash
+
+    stream = k.stream_passes * shape.hidden / np.where(table.split, tp, 1)
+    wide = shape.intermediate * (2 if shape.gated else 1) + shape.attention_width + 2 * shape.kv_width
+    light = e * tokens * (stream + k.width_passes * wide / tp) / memory
+    if eager:
+        light = light + k.score_passes * e * tokens * question.seq_len * (shape.heads / tp) / memory
+    adapters = np.where(full, 0.0, k.adapter_passes * e * tokens * sides / memory)
+    dequantized = np.where(quantized, k.dequantize_bytes * weights / memory, 0.0)
+
+    forward = product + attention + light + adapters + dequantized
+    recomputed = np.select([table.kept == 2, table.kept == 1], [forward, light], 0.0)
+    elementwise = 3 * (light + adapters)
+    spent = products + attention * passes + elementwise + recomputed + 2 * dequantized
+    launches = k.kernels * k.launch * (3 + (table.kept == 2)) * np.where(full, 1.0, 2.0)
+    return Block(
+        products, attention, passes, elementwise, recomputed, 2 * dequantized, np.maximum(launches - spent, 0.0)
+    )
+
+
+def head_seconds(question: Question, table: Table, tp: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The output layer's products and the loss over the vocabulary, both there and back."""
+    shape, k, e = question.shape, question.constants, question.element
+    flops, memory = rates(question)
+    full = np.array([way.method == "full" for way in table.ways])[table.way]
+    rows = shape.vocab / tp
+    once = (
+        2 * tokens * rows * shape.hidden / flops + e * (tokens * (rows + shape.hidden) + rows * shape.hidden) / memory
+    )
+    return once * np.where(full, 3.0, 2.0), k.logit_bytes * tokens * rows / memory

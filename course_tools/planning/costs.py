@@ -1,0 +1,219 @@
+"""Seconds of an optimizer step, part by part, of many settings at once.
+
+Compute: `block_seconds`. Bytes sent: `course_lib.parallel.traffic`. Links: `Network`. The bubble:
+`course_lib.parallel.schedules.ideal_bubble`. What data sheets do not say stands in `Constants`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from course_lib.memory import flops_per_token
+from course_lib.parallel import traffic
+from course_tools.planning.compute import block_seconds, head_seconds
+from course_tools.planning.network import Network
+from course_tools.planning.question import Question
+from course_tools.planning.table import Table, Way
+
+PARTS = (
+    "matrix products", "attention", "element-wise layers", "recomputation", "dequantization", "kernel launches",
+    "uneven stages", "pipeline bubble", "pipeline sends", "tensor parallelism", "context parallelism", "data parallelism",
+    "optimizer", "offload",
+)  # fmt: skip
+MFU_DEFINITION = (
+    "MFU: 6 FLOPs (4 where the weights are frozen) x parameters that multiply, output layer included, attention over the "
+    "keys in sight, recomputation not counted, over the card's dense 16-bit peak"
+)
+
+
+def step_parts(question: Question, table: Table) -> dict[str, np.ndarray]:
+    """Seconds by PARTS; a row's step takes their sum."""
+    shape, k = question.shape, question.constants
+    network = Network(question.machines, k)
+    dp, tp, pp, cp = (table.axis(which).astype(float) for which in range(4))
+    tokens = table.b * (question.seq_len / cp)
+    block = block_seconds(question, table, tp, tokens)
+    head, logits = head_seconds(question, table, tp, tokens)
+    layers = shape.layers
+
+    # The fullest stage sets the pace; the last one has the output layer, and fewer blocks where they do not divide.
+    fullest = np.ceil(layers / pp)
+    last = np.maximum(fullest - (pp * fullest - layers), 1)
+    each = block.total
+    pace = np.maximum(fullest * each, last * each + head + logits)
+    even = (layers * each + head + logits) / pp
+
+    again = np.where(table.kept == 2, 1.5, 1.0)  # a block that runs forward again sends again
+    tensor = _tensor(question, table, network) * again * fullest / layers
+    context = np.maximum(
+        _context(question, table, network) * fullest / layers
+        - k.context_overlap * fullest * block.attention * block.attention_passes,
+        0,
+    )
+    sends = _sends(question, table, network) * k.exposed_sends
+    passes = pace + tensor + context + sends  # of one micro-batch through one stage, there and back
+    data, streamed = _data(question, table, network, passes)
+    optimizer, moved = _optimizer(question, table)
+    m, share = table.m, layers / pp
+    return {
+        "matrix products": m * (share * block.products + head / pp),
+        "attention": m * share * block.attention * block.attention_passes,
+        "element-wise layers": m * (share * block.elementwise + logits / pp),
+        "recomputation": m * share * block.recomputed,
+        "dequantization": m * share * block.dequantized,
+        "kernel launches": m * share * block.waiting,
+        "uneven stages": m * (pace - even),
+        "pipeline bubble": passes * (pp - 1) / table.v,
+        "pipeline sends": m * sends,
+        "tensor parallelism": m * tensor,
+        "context parallelism": m * context,
+        "data parallelism": data,
+        "optimizer": optimizer,
+        "offload": moved + streamed,
+    }
+
+
+def model_flops(question: Question, method: str) -> float:
+    """FLOPs of a step that MFU_DEFINITION counts."""
+    frozen = method != "full"
+    each = flops_per_token(question.shape, question.seq_len, causal=True, frozen=frozen)
+    return each * question.global_batch * question.seq_len
+
+
+def _tensor(question: Question, table: Table, network: Network) -> np.ndarray:
+    """Of one micro-batch, all layers."""
+    fixed = np.zeros((len(table.grids), 2))
+    linear = np.zeros_like(fixed)
+    for index, (_, tp, _, cp) in enumerate(table.grids):
+        for split in (False, True) if tp > 1 else ():
+            length = question.seq_len // cp
+            if split and length % tp:
+                continue
+            for sent in traffic.tensor_parallel(
+                question.shape, tp=tp, micro_batch=1, seq_len=length, element=question.element, sequence_parallel=split
+            ):
+                wire = network.wire(sent.collective, 1, tp)
+                if sent.every == "micro_batch":
+                    fixed[index, int(split)] += sent.count * wire.latency
+                    linear[index, int(split)] += sent.total_bytes * wire.each
+    split = table.split.astype(int)
+    return fixed[table.grid, split] + linear[table.grid, split] * table.b
+
+
+def _context(question: Question, table: Table, network: Network) -> np.ndarray:
+    """Of one micro-batch, all layers."""
+    fixed, linear = np.zeros(len(table.grids)), np.zeros(len(table.grids))
+    for index, (_, tp, _, cp) in enumerate(table.grids):
+        for sent in traffic.context_parallel(
+            question.shape, cp=cp, micro_batch=1, seq_len=question.seq_len, tp=tp, element=question.element
+        ):
+            wire = network.wire(sent.collective, tp, cp)
+            fixed[index] += sent.count * wire.latency
+            linear[index] += sent.total_bytes * wire.each
+    return fixed[table.grid] + linear[table.grid] * table.b
+
+
+def _sends(question: Question, table: Table, network: Network) -> np.ndarray:
+    """Of one micro-batch, what a stage in the middle sends: forward and backward for each of its chunks."""
+    fixed, linear = np.zeros(len(table.grids)), np.zeros((len(table.grids), 2))
+    for index, (dp, tp, pp, cp) in enumerate(table.grids):
+        if pp == 1:
+            continue
+        wire = network.wire("send", tp * cp * dp, pp)
+        for split in (False, True):
+            if split and question.seq_len // cp % tp:
+                continue
+            sent = traffic.pipeline(
+                question.shape, pp=pp, micro_batch=1, seq_len=question.seq_len, tp=tp, cp=cp, element=question.element,
+                sequence_parallel=split,
+            )[0]  # fmt: skip
+            fixed[index] = 2 * wire.latency
+            linear[index, int(split)] = 2 * sent.num_bytes * wire.each
+    return table.v * (fixed[table.grid] + linear[table.grid, table.split.astype(int)] * table.b)
+
+
+def _data(question: Question, table: Table, network: Network, passes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What of a step's data-parallel traffic nothing hides; and weights that come from the host, where they lie there."""
+    k, here = question.constants, stage_parameters(question, table.grids)
+    shape = (len(table.grids), len(table.ways))
+    often, once, late = np.zeros((*shape, 2)), np.zeros(shape), np.zeros(shape)
+    streamed = np.zeros(shape)
+    each_way = [way_bytes(question, way) for way in table.ways]
+    for index, (dp, tp, pp, cp) in enumerate(table.grids):
+        ranks = dp * cp
+        for number, way in enumerate(table.ways):
+            held, trained, weight, gradient = each_way[number]
+            if way.offload == "all":
+                streamed[index, number] = 2 * here[index] * held * weight / max(ranks, 1) / k.pcie
+            if ranks == 1 or way.strategy == "single":
+                continue
+            units = -(-question.shape.layers // pp) + 1
+            for full in (0, 1):
+                for sent in traffic.data_parallel(
+                    1.0, dp=ranks, strategy=way.strategy, element=1, grad_element=1, checkpointing=bool(full)
+                ):
+                    wire = network.wire(sent.collective, tp, ranks)
+                    gathers = sent.collective == "all_gather"
+                    sharded = way.strategy in ("zero3", "fsdp")
+                    each = (held * weight if sharded else trained * weight) if gathers else trained * gradient
+                    seconds = wire.seconds(sent.count * (units if sharded else 1), sent.count * each * here[index])
+                    # course_lib.memory counts fsdp's gradients as whole until the last micro-batch
+                    if sent.every == "micro_batch" and not (way.strategy == "fsdp" and not gathers):
+                        often[index, number, full] += seconds
+                    elif full == 0 and gathers:
+                        late[index, number] += seconds
+                    elif full == 0:
+                        once[index, number] += seconds
+    full = (table.kept == 2).astype(int)
+    often, once = often[table.grid, table.way, full], once[table.grid, table.way]
+    backward = passes * 2 / 3
+    hidden = np.minimum(k.overlap * often, passes)
+    data = table.m * (often - hidden) + once - np.minimum(k.overlap * once, backward) + late[table.grid, table.way]
+    return data, table.m * streamed[table.grid, table.way]
+
+
+def stage_parameters(question: Question, grids: list[tuple[int, int, int, int]]) -> np.ndarray:
+    """Parameters of the base model on one GPU of the fullest stage, sharding left out."""
+    shape = question.shape
+    outer = shape.embedding_parameters
+    return np.array(
+        [(-(-shape.layers // pp) * shape.block_parameters + max(outer, shape.head_parameters) * (1 if pp > 1 else 0)
+          + (outer + shape.head_parameters if pp == 1 else 0)) / tp for _, tp, pp, _ in grids]
+    )  # fmt: skip
+
+
+def adapter_share(question: Question) -> float:
+    """LoRA's parameters over the model's."""
+    sides = sum(rows + columns for rows, columns in question.shape.block_matrices.values())
+    return question.shape.layers * question.lora_rank * sides / question.shape.parameters
+
+
+def way_bytes(question: Question, way: Way) -> tuple[float, float, float, float]:
+    """(parameters held, parameters trained) over the model's, and bytes of a weight and of a gradient as they travel."""
+    adapters = adapter_share(question)
+    weight: float = question.element
+    gradient: float = 4 if question.precision.endswith("mixed") and not way.strategy.startswith("zero") else weight
+    if way.method == "full":
+        return 1.0, 1.0, weight, gradient
+    if way.method == "qlora" and way.strategy in ("zero3", "fsdp"):
+        weight = 0.52
+    return 1.0 + adapters, adapters, weight, gradient
+
+
+def _optimizer(question: Question, table: Table) -> tuple[np.ndarray, np.ndarray]:
+    """The step on the GPU, or on the host together with what travels there and back."""
+    k, here = question.constants, stage_parameters(question, table.grids)
+    gpu, host = np.zeros((len(table.grids), len(table.ways))), np.zeros((len(table.grids), len(table.ways)))
+    rate = question.machines.card.bandwidth * k.memory
+    moved = k.optimizer_bytes * (0.5 if question.precision == "bf16" else 1.0)
+    each_way = [way_bytes(question, way) for way in table.ways]
+    for index, (dp, _, _, cp) in enumerate(table.grids):
+        for number, way in enumerate(table.ways):
+            _, trained, weight, gradient = each_way[number]
+            mine = here[index] * trained / (dp * cp if way.strategy not in ("single", "ddp") else 1)
+            if way.offload == "none":
+                gpu[index, number] = mine * moved / rate
+            else:
+                on_host = mine * question.machines.per_node * k.optimizer_bytes / k.host
+                host[index, number] = mine * (weight + gradient) / k.pcie + on_host
+    return gpu[table.grid, table.way], host[table.grid, table.way]

@@ -1,0 +1,140 @@
+"""A YAML for Axolotl, read once more by the course's own check before anybody sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from course_tools.planning.answer import NAMES
+from course_tools.planning.files import deepspeed
+from course_tools.planning.files.facts import (
+    ZERO_STAGES,
+    Refused,
+    about,
+    block_class,
+    hub_id,
+    layout,
+    model_name,
+    refuse_axes,
+    refuse_offload_of_fsdp,
+    yaml,
+)
+
+if TYPE_CHECKING:
+    from course_tools.planning import Plan
+
+FILE = "axolotl.yml"
+LORA = {"lora_alpha": 32, "lora_dropout": 0.0, "lora_target_linear": True}
+KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+KEPT = [
+    "attention",
+    "aten::mm",
+    "aten::addmm",
+    "bitsandbytes::gemm_4bit",
+]  # as course_lib.training.finetune.activation_checkpointing
+YOURS = "Yours to replace: datasets, learning_rate, num_epochs, output_dir; the plan says nothing of them."
+
+
+def files(plan: Plan, base_model: str | None) -> dict[str, str]:
+    """``axolotl.yml``, in which `course_tools.axolotl.check` finds no error on the plan's cards.
+
+    Raises:
+        Refused: Axolotl cannot run the plan (pipeline or context parallelism, adapters under tensor parallelism, …),
+            or the model has no name that it could load.
+    """
+    found = values(plan, base_model)
+    report = _report(plan, found)
+    if report.errors:
+        wrong = report.errors[0]
+        raise Refused(f"Axolotl would not run this plan as it stands: {wrong.sentence.rstrip('.')}")
+    notes = [YOURS]
+    if plan.method == "full" and plan.precision == "bf16-mixed" and plan.strategy in ("single", "ddp"):
+        notes.append("Axolotl keeps the weights themselves in bf16 here: less memory than the plan counts.")
+    return {FILE: yaml(found, [*about(plan), *notes, f"Start: {report.launch_command.replace('run.yml', FILE)}"])}
+
+
+def values(plan: Plan, base_model: str | None = None) -> dict[str, Any]:
+    """The YAML's keys. Raises Refused as `files`, the check left out."""
+    _check(plan)
+    name = base_model or hub_id(plan)
+    if name is None:
+        raise Refused(
+            f"Axolotl loads a model by its name on the hub or from a folder, and {model_name(plan)} has neither (give "
+            "base_model=)"
+        )
+    found: dict[str, Any] = {
+        "base_model": name,
+        "datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca"}],
+        "val_set_size": 0,
+        "sequence_len": plan.seq_len,
+        "pad_to_sequence_len": True,
+        "sample_packing": False,
+        "micro_batch_size": plan.micro_batch,
+        "gradient_accumulation_steps": plan.micro_batches,
+        "num_epochs": 1,
+        "optimizer": "adamw_torch_fused",
+        "learning_rate": 0.00002 if plan.method == "full" else 0.0002,
+        "lr_scheduler": "cosine",
+        "bf16": plan.precision.startswith("bf16"),
+        "fp16": plan.precision.startswith("fp16"),
+        "tf32": False,
+        "attn_implementation": "eager" if plan.attention == "eager" else "sdpa",
+    }
+    if plan.checkpointing != "none":
+        found |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    if plan.checkpointing == "selective":
+        found["selective_checkpointing"] = {"save": KEPT}
+    if plan.method != "full":
+        found |= {"adapter": plan.method, "load_in_4bit": plan.method == "qlora", "lora_r": plan.lora_rank, **LORA}
+    if plan.tp > 1:
+        found["tensor_parallel_size"] = plan.tp
+    if plan.strategy in ZERO_STAGES:
+        found["deepspeed"] = _deepspeed(plan)
+    elif plan.strategy == "fsdp" and plan.dp > 1:
+        found |= {"fsdp_version": 2, "fsdp_config": _fsdp(plan)}
+    if plan.machines.cpu:
+        found |= {key: False for key in KERNELS} if plan.method != "full" else {}
+        found["plugins"] = ["course_tools.axolotl.cpu_ranks.CPURanks"]  # without it no CPU rank shards anything
+    return found | {"output_dir": f"runs/{model_name(plan)}-{plan.method}-{plan.strategy}".replace(" ", "-")}
+
+
+def _check(plan: Plan) -> None:
+    refuse_axes(plan, "Axolotl", "pp")
+    refuse_axes(plan, "Axolotl without ring-flash-attn, which needs GPUs,", "cp")
+    refuse_offload_of_fsdp(plan)
+    if plan.tp > 1 and plan.method != "full":
+        raise Refused(f"Axolotl trains no {NAMES[plan.method]} under tensor parallelism, and the plan has tp={plan.tp}")
+    if plan.tp > 1 and (plan.strategy in ZERO_STAGES or (plan.dp > 1 and plan.strategy != "fsdp")):
+        raise Refused(
+            "Beside tensor parallelism Axolotl shards the data ranks by FSDP2, and the plan's strategy is "
+            f"{plan.strategy!r}"
+        )
+
+
+def _deepspeed(plan: Plan) -> dict[str, Any]:
+    """DeepSpeed's configuration inside the YAML; the numbers that the YAML has stand there once."""
+    auto = dict.fromkeys(
+        ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+        "auto",
+    )
+    given = deepspeed.config(plan)
+    return {key: auto.get(key, value) for key, value in given.items()}
+
+
+def _fsdp(plan: Plan) -> dict[str, Any]:
+    """The section fsdp_config, in Axolotl's own words."""
+    wrap = {"transformer_layer_cls_to_wrap": block_class(plan)} if block_class(plan) else {}
+    return {
+        "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **wrap,
+        "offload_params": plan.offload == "all", "state_dict_type": "FULL_STATE_DICT",
+    }  # fmt: skip
+
+
+def _report(plan: Plan, found: dict[str, Any]) -> Any:
+    """The check of the values on the plan's cards."""
+    from course_tools.axolotl.check import Cluster, check
+    from course_tools.axolotl.check.gpus import CAPABILITY
+
+    nodes, per_node = layout(plan)
+    card = None if plan.machines.cpu else plan.machines.card
+    cards = Cluster(nodes, per_node, card, CAPABILITY.get(card.name) if card else None)
+    return check(found, gpus=cards)

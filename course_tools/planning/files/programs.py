@@ -1,0 +1,123 @@
+"""Which training program of the course runs a plan, and with which arguments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from course_tools.planning.files.facts import ZERO_STAGES, Refused, megatron, refuse_offload_of_fsdp
+
+if TYPE_CHECKING:
+    from course_tools.planning import Plan
+
+ROOM = "course_lib.training"
+# Of course_lib.models.tiny_llama: blocks where its stages ask for no more, heads, kv heads, longest sequence
+LAYERS, TINY_HEADS, TINY_KV_HEADS, TINY_LENGTH = 4, 4, 2, 512
+PRECISIONS = {"fp32": "fp32", "bf16": "bf16", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}  # ours -> DeepSpeed's
+
+# What a plan says and a program may not take, and what that program does instead.
+LEFT_OUT = {
+    "precision": ("fp32", "computes in fp32"),
+    "checkpointing": ("none", "keeps all activations"),
+    "offload": ("none", "offloads nothing"),
+    "sequence_parallel": (False, "does not split norms along the sequence"),
+}
+
+
+def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str, dict[str, Any]]:
+    """The module whose ``train`` runs this plan, and the keyword arguments to call it with on the plan's ranks.
+
+    Args:
+        plan: any plan of the planner.
+        model: "tiny", or what ``course_lib.models.load`` takes, for the programs that train other models too.
+        steps: optimizer steps.
+
+    Raises:
+        ValueError: no program of the course runs such a plan; the words say why (`writing.files` adds what does).
+    """
+    given: dict[str, Any] = {"steps": steps, "global_batch": plan.global_batch, "seq_len": plan.seq_len}
+    split = [axis for axis in ("tp", "pp", "cp") if getattr(plan, axis) > 1]
+    if plan.method != "full" and split:
+        raise Refused(
+            f"The course trains {plan.method} under data parallelism and FSDP, not with {split[0]}="
+            f"{getattr(plan, split[0])}"
+        )
+    if split == ["cp"]:
+        return f"{ROOM}.context_parallel", given | {"dp": plan.dp, "seq_len": min(plan.seq_len, TINY_LENGTH)}
+    if "cp" in split:
+        raise Refused(
+            f"course_lib.training.sequence.context_parallel splits sequences and nothing else, and the plan joins cp={plan.cp} with "
+            f"{' and '.join(f'{axis}={getattr(plan, axis)}' for axis in split if axis != 'cp')} (Megatron-LM can: {megatron(plan)})"
+        )
+    if split:
+        return _split(plan, split, model, given)
+    if plan.strategy == "single":
+        return _single(plan, model, given)
+    given["accumulate"] = plan.micro_batches
+    if plan.strategy == "fsdp":
+        refuse_offload_of_fsdp(plan)
+        return f"{ROOM}.fsdp", given | {
+            "method": plan.method, "model": model, "precision": plan.precision, "offload": plan.offload == "all",
+            "checkpointing": plan.checkpointing, "lora_rank": plan.lora_rank,
+        }  # fmt: skip
+    if plan.method != "full":
+        raise Refused(
+            f"The course's own programs train {plan.method} on one device and under FSDP2, not under {plan.strategy}"
+        )
+    if plan.strategy == "ddp":
+        return f"{ROOM}.ddp", given
+    return f"{ROOM}.zero", given | {
+        "stage": ZERO_STAGES[plan.strategy], "precision": PRECISIONS[plan.precision], "offload": plan.offload,
+        "checkpointing": plan.checkpointing,
+    }  # fmt: skip
+
+
+def _single(plan: Plan, model: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """One device: the course's oracle for the tiny model, its fine-tuning program for adapters and other models."""
+    if plan.method == "full" and model == "tiny":
+        return f"{ROOM}.single", given | {"accumulate": plan.micro_batches}
+    del given["global_batch"]
+    return f"{ROOM}.qlora", given | {
+        "model": model, "method": plan.method, "micro_batch": plan.micro_batch, "accumulate": plan.micro_batches,
+        "precision": plan.precision, "checkpointing": plan.checkpointing, "attention": plan.attention,
+        "lora_rank": plan.lora_rank,
+    }  # fmt: skip
+
+
+def _split(plan: Plan, split: list[str], model: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Ranks that hold parts of the layers: one axis alone has a program of its own, several meet in three_d."""
+    stages = plan.pp * plan.chunks
+    layers = -(-LAYERS // stages) * stages  # of the tiny Llama
+    if model == "tiny" and split == ["tp"] and plan.dp == 1 and plan.micro_batches == 1 and plan.tp <= TINY_KV_HEADS:
+        return f"{ROOM}.tensor_parallel", given | {"sequence_parallel": plan.sequence_parallel}
+    if model == "tiny" and split == ["pp"] and plan.dp == 1:
+        return f"{ROOM}.pipeline", given | {
+            "schedule": "interleaved" if plan.chunks > 1 else "1f1b", "micro_batches": plan.micro_batches,
+            "chunks": plan.chunks, "layers": layers,
+        }  # fmt: skip
+    many = {"heads": max(plan.tp, TINY_HEADS), "kv_heads": plan.tp} if plan.tp > TINY_KV_HEADS else {}
+    size = {"layers": layers} | many if model == "tiny" else {"model": model}
+    # ZeRO-1 beside TP and PP is Megatron's distributed optimizer; three_d shards with FSDP2 or not at all
+    return f"{ROOM}.three_d", given | {
+        "dp": plan.dp, "pp": plan.pp, "tp": plan.tp, "shard_data": plan.strategy in ("fsdp", *ZERO_STAGES),
+        "micro_batches": plan.micro_batches, **size,
+    }  # fmt: skip
+
+
+def not_said(plan: Plan, module: str, arguments: dict[str, Any]) -> list[str]:
+    """What the plan asks for and the program does not do, in words for "it ..."."""
+    words = [
+        words
+        for name, (usual, words) in LEFT_OUT.items()
+        if getattr(plan, name) != usual and name not in arguments
+    ]  # fmt: skip
+    if plan.micro_batches > 1 and not {"micro_batches", "accumulate"} & set(arguments):
+        words.append("takes a step's sequences at once")
+    if module.endswith("context_parallel") and plan.strategy in ("fsdp", *ZERO_STAGES):
+        words.append("holds the whole model on every rank")
+    if module.endswith("three_d") and plan.chunks > 1:
+        words.append(f"runs one chunk of layers a stage in the place of {plan.chunks}")
+    if module.endswith("three_d") and plan.strategy in ZERO_STAGES:
+        words.append(f"shards with FSDP2 in the place of ZeRO-{ZERO_STAGES[plan.strategy]}")
+    if arguments.get("seq_len") != plan.seq_len:
+        words.append(f"takes sequences of {arguments['seq_len']} tokens, its longest")
+    return words

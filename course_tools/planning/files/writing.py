@@ -1,0 +1,84 @@
+"""From a plan to the files of one target."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from course_lib.validation import pick
+from course_tools.planning.files import accelerate, axolotl, deepspeed, fsdp, torchrun
+from course_tools.planning.files.facts import AXES, Refused
+
+if TYPE_CHECKING:
+    from course_tools.planning import Plan
+
+_MODULES: dict[str, ModuleType] = {
+    "torchrun": torchrun,
+    "accelerate": accelerate,
+    "deepspeed": deepspeed,
+    "fsdp": fsdp,
+    "axolotl": axolotl,
+}
+TARGETS = tuple(_MODULES)
+
+
+def files(plan: Plan, target: str, *, base_model: str | None = None) -> dict[str, str]:
+    """The files that run `plan` with `target`, as file name to text; nothing is written or started.
+
+    Args:
+        plan: of `course_tools.planning`.
+        target: one of `TARGETS`.
+        base_model: a folder or a name on the hub for the model; by default the one that the preset was read from.
+
+    Raises:
+        ValueError: an unknown target (the nearest one is offered), or a plan that this one cannot express; the sentence
+            says what can.
+    """
+    _checked(plan, target)
+    try:
+        return _MODULES[target].files(plan, base_model)
+    except Refused as why:
+        others = targets_of(plan, base_model=base_model)
+        if not others:
+            raise ValueError(f"{why}: no target can run it.") from None
+        can = " and ".join(filter(None, [", ".join(others[:-1]), others[-1]]))
+        raise ValueError(f"{why}: the target{'s' * (len(others) > 1)} {can} can.") from None
+
+
+def write(plan: Plan, target: str, folder: str | os.PathLike[str], *, base_model: str | None = None) -> list[Path]:
+    """Write the files of `target` into `folder`, which is made if need be; returns their paths.
+
+    Raises:
+        ValueError: as `files`; or `folder` is a file.
+    """
+    texts = files(plan, target, base_model=base_model)
+    place = Path(folder)
+    if place.exists() and not place.is_dir():
+        raise ValueError(f"{str(folder)!r} is a file: name a folder for the plan's files.")
+    place.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (place / name).write_text(text, encoding="utf-8")
+    return [place / name for name in texts]
+
+
+def targets_of(plan: Plan, *, base_model: str | None = None) -> tuple[str, ...]:
+    """The targets that can express this plan, in the order of `TARGETS`."""
+    return tuple(target for target in TARGETS if not why_not(plan, target, base_model=base_model))
+
+
+def why_not(plan: Plan, target: str, *, base_model: str | None = None) -> str:
+    """Why `target` cannot express this plan, in a sentence; empty where it can."""
+    _checked(plan, target)
+    try:
+        _MODULES[target].files(plan, base_model)
+    except Refused as why:
+        return f"{why}."
+    return ""
+
+
+def _checked(plan: Any, target: str) -> None:
+    if not all(hasattr(plan, name) for name in ("strategy", "machines", *AXES)):
+        raise ValueError(f"{plan!r:.60} is no plan: give one of course_tools.planning.plan(...).plans.")
+    pick("target", target, TARGETS)

@@ -1,0 +1,123 @@
+"""``beyond memory``: one estimate as a table or as JSON; its options are those of `estimate`."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from course_lib.memory import Breakdown, Shape, card, estimate
+from course_lib.memory.fitting import largest_micro_batch, longest_sequence
+from course_lib.memory.settings import CHOICES
+from course_lib.memory.shapes import written_shape
+
+GIB = 2**30
+BAD_INPUT = 2  # exit code
+CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the page of usage that argparse puts before it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message[:1].upper()}{message[1:]} (--help lists the options).")
+
+
+def options() -> dict[str, inspect.Parameter]:
+    """The settings of `estimate` by name, the model left out."""
+    return {name: one for name, one in inspect.signature(estimate).parameters.items() if one.kind is one.KEYWORD_ONLY}
+
+
+def parser() -> argparse.ArgumentParser:
+    """An option for each setting of `estimate`; what a value must be is `estimate`'s business."""
+    made = _Parser(
+        prog="beyond memory",
+        description="GPU memory of a training step, before it runs.",
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "--model",
+        required=True,
+        metavar="NAME",
+        help="llama-3.1-8b, ..., or widths: layers=2,hidden=64,heads=4,vocab=256",
+    )
+    for name, setting in options().items():
+        flag, default = "--" + name.replace("_", "-"), setting.default
+        if name == "card":
+            made.add_argument(flag, metavar="CARD", help="a100-80gb, t4, ..., or 24GiB: say whether and what fits it")
+        elif isinstance(default, bool):
+            made.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
+        elif isinstance(default, int):
+            made.add_argument(flag, type=int, default=default, metavar="N", help=f"default {default:,}")
+        else:
+            choices = ", ".join(CHOICES[name])
+            made.add_argument(flag, default=default, metavar="X", help=f"{choices}; default {default}")
+    made.add_argument("--json", action="store_true", help="bytes, as JSON")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print one estimate. Returns 0, or 2 after one sentence on stderr when the input means nothing."""
+    try:
+        given = vars(parser().parse_args(argv))
+        as_json, model = given.pop("json"), written_shape(given.pop("model"))
+        need = estimate(model, **given)
+        room = None if given["card"] is None else _room(model, need, given)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    if as_json:
+        print(json.dumps({"model": model.name, "settings": given} | need.as_dict() | {"card": room}, indent=2))
+    else:
+        print(table(model, need, given, room))
+    return 0
+
+
+def _room(model: Shape, need: Breakdown, given: dict[str, Any]) -> dict[str, Any]:
+    """What the card holds, with every other setting as given."""
+    found = card(given["card"])
+    batch = {name: value for name, value in given.items() if name not in ("card", "micro_batch")}
+    length = {name: value for name, value in given.items() if name not in ("card", "seq_len")}
+    return {
+        "name": found.name,
+        "memory": found.memory,
+        "fits": need.fits(found.memory),
+        "largest_micro_batch": largest_micro_batch(model, found, **batch),
+        "longest_sequence": longest_sequence(model, found, **length),
+    }
+
+
+def table(model: Shape, need: Breakdown, given: dict[str, Any], room: dict[str, Any] | None) -> str:
+    """The estimate for a reader: what lies where, when it is worst, and whether it fits."""
+    usual = {name: one.default for name, one in options().items()}
+    chosen = [f"{name}={value}" for name, value in given.items() if value != usual[name] and name != "card"]
+    lines = [
+        f"{model.name}: {need.num_parameters:,} parameters, {need.num_trainable:,} of them trained on this GPU",
+        f"settings: {', '.join(chosen) or 'all as usual'}",
+        "",
+        f"{'':30}{'bytes':>20}{'GiB':>10}",
+        *(_line(name, getattr(need, name)) for name in CATEGORIES),
+        "",
+        "moments of a step",
+        *(_line(name, value, "  <- peak" if name == need.moment else "") for name, value in need.moments.items()),
+        "",
+        *(_line(f"reserved, {name}", getattr(need.reserved, name)) for name in ("low", "expected", "high")),
+        _line("CUDA context", need.cuda_context),
+        _line("a card must have", need.device),
+    ]
+    if room is not None:
+        verdict = "fits" if room["fits"] else f"does not fit: {(need.device - room['memory']) / GIB:.2f} GiB too much"
+        lines += [
+            "",
+            f"{room['name']} ({room['memory'] / GIB:.1f} GiB): {verdict}",
+            f"  largest micro-batch at this length: {room['largest_micro_batch']:,}",
+            f"  longest sequence at this micro-batch: {room['longest_sequence']:,} tokens",
+        ]
+    return "\n".join(lines)
+
+
+def _line(name: str, count: int, mark: str = "") -> str:
+    return f"{name:30}{count:>20,}{count / GIB:>10.2f}{mark}"

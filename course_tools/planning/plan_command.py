@@ -1,0 +1,244 @@
+"""``beyond plan --model llama-3.1-8b --gpus 2x24GiB``: how to train it there, and the files that do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from course_lib.memory import Shape
+from course_lib.memory.settings import CHOICES
+from course_lib.memory.shapes import written_shape
+from course_lib.validation import pick
+from course_tools.planning import Answer, NoPlan, Plan, Settings, plan
+from course_tools.planning.answer import NAMES, words
+from course_tools.planning.files import TARGETS, targets_of, why_not, write
+from course_tools.planning.files.facts import seconds
+
+GIB = 2**30
+GOOD, NO_PLAN, BAD_INPUT = 0, 1, 2  # exit codes
+METHODS = CHOICES["method"]
+LONG = (
+    32_768  # tokens: between 8,192, which Llama 3 405B trained unsplit, and 131,072, split over 16 (arXiv:2407.21783)
+)
+AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)([kmbt]?)", re.IGNORECASE)
+THOUSANDS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+HEADER = ("#", "method", "strategy", "grid", "micro-batch", "besides", "GiB", "a step", "MFU", "days")
+BOLD, DIM = "1", "2"
+NUMBERS = ("#", "GiB", "a step", "MFU", "days")  # set to the right
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the page of usage that argparse puts before it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message[:1].upper()}{message[1:]} (--help lists the options).")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = _Parser(
+        prog="beyond plan",
+        description="Which way to train a model on given machines: ranked, with what limits each, and as files that run.",
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add(
+        "--model",
+        required=True,
+        metavar="NAME",
+        help="llama-3.1-8b, ..., or widths: layers=2,hidden=64,heads=4,vocab=256",
+    )
+    add(
+        "--gpus", required=True, metavar="N x CARD", help="2x24GiB, 8xa100-80gb, 2x8xh100-80gb (2 machines of 8), 2xcpu"
+    )
+    add("--global-batch", type=int, default=32, metavar="N", help="sequences in an optimizer step; default 32")
+    add("--seq-len", type=int, default=2048, metavar="N", help="tokens a sequence; default 2,048")
+    add("--tokens", metavar="N", help="of the whole training, such as 300M or 15e12: the plans then say days")
+    add("--method", action="append", metavar="M", help=f"{', '.join(METHODS)}; may be repeated; default all")
+    add("--precision", metavar="P", help=f"{', '.join(CHOICES['precision'])}; default the best of the card")
+    add(
+        "--context-parallel",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help=f"split sequences over ranks, too; default from {LONG:,} tokens on",
+    )
+    add("--top", type=int, default=5, metavar="N", help="plans to show; default 5")
+    add("--write", metavar="TARGET", help=f"the files of the best plan that TARGET can run: {', '.join(TARGETS)}")
+    add("--out", default="plan", metavar="DIR", help="folder for them; default plan")
+    add("--base-model", metavar="MODEL", help="folder or name on the hub, where --model is none that is known there")
+    add("--json", action="store_true", help="everything as JSON, sizes in bytes")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print ranked plans. Returns 0; 1 if nothing fits; 2 after one sentence on stderr when the input means nothing."""
+    try:
+        given = parser().parse_args(argv)
+        if given.write is not None:
+            pick("--write", given.write, TARGETS)
+        answer = plan(_model(given.model), given.gpus, **_question(given))
+        written = _written(answer, given) if given.write else []
+    except NoPlan as nothing:
+        print(json.dumps(_nothing(nothing), indent=2)) if given.json else print(_said(nothing), file=sys.stderr)
+        return NO_PLAN
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    if given.json:
+        print(json.dumps(as_dict(answer) | {"written": written}, indent=2))
+    else:
+        print("\n".join([table(answer), *([""] + written if written else _offer(answer, given))]))
+    return GOOD
+
+
+def _question(given: argparse.Namespace) -> dict[str, Any]:
+    for method in given.method or ():
+        pick("--method", method, METHODS)
+    if given.precision is not None:
+        pick("--precision", given.precision, CHOICES["precision"])
+    if given.top < 1:
+        raise ValueError(f"--top {given.top}: give a whole number of at least 1.")
+    question = {
+        "global_batch": given.global_batch, "seq_len": given.seq_len, "tokens": _amount(given.tokens),
+        "methods": tuple(dict.fromkeys(given.method or METHODS)), "keep": given.top,
+    }  # fmt: skip
+    if given.context_parallel is False or (given.context_parallel is None and given.seq_len < LONG):
+        question["axes"] = ("dp", "tp", "pp")
+    return question | ({"precision": given.precision} if given.precision else {})
+
+
+def _amount(text: str | None) -> float | None:
+    """300M, 1.4T, 15e12."""
+    if text is None:
+        return None
+    found = AMOUNT.fullmatch(text.replace(",", "").strip())
+    if not found or not float(found[1]):
+        raise ValueError(f"--tokens {text}: give a number of tokens, such as 300M, 1.4T or 15e12.")
+    return float(found[1]) * THOUSANDS[found[2].lower()]
+
+
+def _model(text: str) -> str | Shape:
+    """A name, for the planner to look up, or the shape of widths written as layers=2,hidden=64,..."""
+    return written_shape(text) if "=" in text else text
+
+
+def table(answer: Answer) -> str:
+    """The plans for a reader: what each is, what it needs and takes, and the first that did not fit."""
+    best = answer.best
+    room = best.machines.card.memory / GIB
+    rows = [_row(number, one) for number, one in enumerate(answer.plans, 1)]
+    shown = [i for i, name in enumerate(HEADER) if name not in ("days", "besides") or any(row[i] for row in rows)]
+    widths = {i: max(len(line[i]) for line in (HEADER, *rows)) for i in shown}
+    lines = [
+        f"{best.model.name}, {best.model.parameters / 1e9:,.3g} billion parameters, on {best.machines} "
+        f"({room:,.1f} GiB each)",
+        f"a step: {best.global_batch:,} sequences of {best.seq_len:,} tokens, {best.precision}",
+        *([answer.note] if answer.note else []),
+        "",
+        _line(HEADER, shown, widths),
+    ]
+    for row, one in zip(rows, answer.plans, strict=True):
+        lines += [_styled(_line(row, shown, widths), BOLD), _styled(f"{'':{widths[0]}}  limited by {one.limit}", DIM)]
+    if answer.refused:
+        lines += ["", "did not fit", *(f"  {one.sentence}" for one in answer.refused)]
+    return "\n".join(
+        [*lines, "", f"{answer.searched:,} ways reckoned in {seconds(answer.seconds)}; none of them was run."]
+    )
+
+
+def _row(number: int, one: Plan) -> tuple[str, ...]:
+    besides = [
+        f"{one.checkpointing} checkpointing" if one.checkpointing != "none" else "",
+        {"none": "", "optimizer": "optimizer on host", "all": "states on host"}[one.offload],
+        "sequence parallel" if one.sequence_parallel else "",
+        f"{one.chunks} chunks" if one.chunks > 1 else "",
+    ]
+    return (
+        str(number), NAMES[one.method], _sharing(one), words(one.grid), f"{one.micro_batch} x {one.micro_batches}",
+        ", ".join(filter(None, besides)), f"{one.memory_bytes / GIB:,.1f}", seconds(one.step_seconds), f"{one.mfu:.1%}",
+        "" if one.days is None else f"{one.days:,.3g}",
+    )  # fmt: skip
+
+
+def _sharing(one: Settings) -> str:
+    return "one copy" if one.strategy == "single" and one.grid.size > 1 else NAMES[one.strategy]
+
+
+def _styled(line: str, style: str) -> str:
+    """On a terminal, bold or dim; plain where somebody reads it from a file."""
+    return f"\033[{style}m{line}\033[0m" if sys.stdout.isatty() else line
+
+
+def _line(row: Sequence[str], shown: Sequence[int], widths: dict[int, int]) -> str:
+    cells = [row[i].rjust(widths[i]) if HEADER[i] in NUMBERS else row[i].ljust(widths[i]) for i in shown]
+    return "  ".join(cells).rstrip()
+
+
+def _offer(answer: Answer, given: argparse.Namespace) -> list[str]:
+    """What could be written next."""
+    can = targets_of(answer.best, base_model=given.base_model)
+    if not can:
+        return [f"No target writes plan 1. {why_not(answer.best, 'torchrun')}"]
+    can = sorted(can, key=lambda target: target not in ("torchrun", "axolotl"))  # these start a training as they are
+    return [
+        f"Write plan 1: the same with --write {can[0]} --out DIR" + (f" (or {', '.join(can[1:])})" if can[1:] else "")
+    ]
+
+
+def _written(answer: Answer, given: argparse.Namespace) -> list[str]:
+    """Write the best plan that the target can run; a line for each that it cannot, and for what was written.
+
+    Raises:
+        ValueError: none of the plans shown can be written for it.
+    """
+    lines = []
+    for number, one in enumerate(answer.plans, 1):
+        reason = why_not(one, given.write, base_model=given.base_model)
+        if not reason:
+            paths = write(one, given.write, given.out, base_model=given.base_model)
+            return [*lines, *(f"wrote {path}: plan {number}, {one}" for path in paths)]
+        lines.append(f"plan {number} is not for {given.write}: {reason}")
+    raise ValueError(
+        f"None of these plans is for {given.write}: {lines[0].split(': ', 1)[1]} --top N looks at more of them."
+    )
+
+
+def as_dict(answer: Answer) -> dict[str, Any]:
+    """For JSON: bytes, seconds, shares."""
+    best = answer.best
+    return {
+        "model": best.model.name, "machines": str(best.machines), "card_bytes": best.machines.card.memory,
+        "global_batch": best.global_batch, "seq_len": best.seq_len, "tokens": best.tokens,
+        "plans": [
+            _settings(one)
+            | {"memory_bytes": one.memory_bytes, "memory": one.memory.as_dict(), "step_seconds": one.step_seconds,
+               "parts": one.parts, "mfu": one.mfu, "days": one.days, "limit": one.limit, "targets": targets_of(one)}
+            for one in answer.plans
+        ],
+        "refused": [
+            _settings(one.settings) | {"needs": one.needs, "has": one.has, "where": one.where, "sentence": one.sentence}
+            for one in answer.refused
+        ],
+        "searched": answer.searched, "seconds": answer.seconds, "note": answer.note,
+    }  # fmt: skip
+
+
+def _settings(one: Settings) -> dict[str, Any]:
+    return {field.name: getattr(one, field.name) for field in fields(Settings)}
+
+
+def _nothing(nothing: NoPlan) -> dict[str, Any]:
+    return {"plans": [], "sentence": str(nothing), "missing_bytes": nothing.missing, "would": list(nothing.would)}
+
+
+def _said(nothing: NoPlan) -> str:
+    return str(nothing)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
