@@ -63,7 +63,7 @@ def test_the_pipeline_waits_for_its_ideal_bubble() -> None:
     for chunks, schedule in ((1, "1f1b"), (3, "interleaved")):
         found = measure(asked, strategy="single", tp=8, pp=8, micro_batches=64, chunks=chunks, checkpointing="full")
         outside = ("data parallelism", "optimizer", "offload")
-        inside = sum(seconds for name, seconds in found.parts.items() if name not in outside)
+        inside = sum(part for name, part in found.parts.items() if name not in outside)
         assert found.parts["pipeline bubble"] / inside == pytest.approx(ideal_bubble(schedule, 8, 64, chunks))
 
 

@@ -189,6 +189,54 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         pytest.fail(f"modules import each other in a circle: {' -> '.join(error.args[1])}")
 
 
+def code_of(path: Path) -> str:
+    """A module's text; of a notebook the code of its cells, without those that begin with an IPython command."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return text
+    cells = ("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
+    return "\n".join(cell for cell in cells if not re.search(r"^\s*[%!]", cell, re.MULTILINE))
+
+
+def hidden_names(code: str) -> list[tuple[int, str]]:
+    """(line, name) of each comprehension whose variable has the name of an import, function or class of this code."""
+    tree = ast.parse(code)
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return [
+        (variable.lineno, variable.id)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.comprehension)
+        for variable in ast.walk(node.target)
+        if isinstance(variable, ast.Name) and variable.id in names
+    ]
+
+
+# Python 3.12.0 to 3.12.3 raise UnboundLocalError where one comprehension of a function binds a name and the next one
+# reads the global of that name (github.com/python/cpython/issues/118513). No rule of ruff looks into comprehensions.
+def test_no_comprehension_hides_an_import_or_a_function() -> None:
+    hidden = [
+        f"{path.relative_to(ROOT)}:{line}: give the comprehension's variable {name} another name"
+        for path in FILES
+        if path.suffix in (".py", ".ipynb")
+        for line, name in hidden_names(code_of(path))
+    ]
+    assert not hidden, "\n".join(hidden)
+
+
+def test_hidden_names_are_recognised() -> None:
+    code = (
+        "import time\nfrom os import path as where\ndef row(): ...\nclass Row: ...\n"
+        "def f(rows):\n"
+        "    import json\n"
+        "    return [time for row in rows for (time, x) in row], {where: y for where, y in rows}, {json for json in rows}\n"
+    )
+    assert sorted(hidden_names(code)) == [(7, "json"), (7, "row"), (7, "time"), (7, "where")]
+    assert not hidden_names("import os.path\nx = [path for path in os.listdir()]\nfor os in x: ...")
+
+
 def test_every_lesson_has_its_lab_and_its_solution() -> None:
     names = {
         folder: {path.name for path in NOTEBOOKS if path.parent == ROOT / folder}

@@ -15,11 +15,11 @@ def passed(names) -> dict[str, ExerciseRecord]:
 
 
 def row(done: Progress, lesson: str) -> dict[str, str]:
-    return next(row for row in where_you_stand.rows(done) if row["lesson"] == lesson)
+    return next(each for each in where_you_stand.rows(done) if each["lesson"] == lesson)
 
 
 def test_a_new_learner_begins_with_lesson_1():
-    assert [row["lesson"] for row in where_you_stand.rows(Progress())] == list(LABS) and len(LABS) == 8
+    assert [each["lesson"] for each in where_you_stand.rows(Progress())] == list(LABS) and len(LABS) == 8
     assert row(Progress(), FIRST)["exercises passed"] == f"0 of {len(LABS[FIRST])}"
     assert where_you_stand.next_step(Progress()) == f"Next: lesson 1, lessons/{FIRST}.ipynb."
 

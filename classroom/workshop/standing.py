@@ -58,8 +58,8 @@ def in_short(progress: Progress, labs: Mapping[str, Sequence[LabExercise]]) -> T
             if record.status != "passed" and record.tries >= STUCK_TRIES:
                 stuck.append(Stuck(lab, exercise.title, min(record.tries, 999), shown(record.message, MESSAGE_LENGTH)))
         counts[lab] = (passed, tried)
-    times = [time for records in progress.labs.values() for one in records.values()
-             for time in (one.first_tried, one.first_passed)]  # fmt: skip
+    tried_once = [record for records in progress.labs.values() for record in records.values()]
+    times = [record.first_tried for record in tried_once] + [record.first_passed for record in tried_once]
     times += [line.when for lines in progress.ledger.values() for line in lines.values()]
     seconds = [one for one in map(_seconds, times) if one is not None and one <= time.time() + AHEAD]
     unknown = sum(map(len, progress.labs.values())) - known

@@ -58,7 +58,7 @@ def logit_peak(worst: Callable[..., Any]) -> str:
     seen = [measured.loss_peak(case.tokens, case.vocab, dtypes[case.dtype_bytes], case.held) for case in CASES]
     wrong = far(yours, seen, rtol=0.01)
     if not wrong:
-        fp32, fp32_held, bf16, bf16_held = (peak / CASES[0].tokens / CASES[0].vocab for peak in seen[:4])
+        fp32, fp32_held, bf16, bf16_held = (held / CASES[0].tokens / CASES[0].vocab for held in seen[:4])
         return (
             f"the allocator saw {fp32:.2f} bytes a logit in fp32 and {bf16:.2f} in bf16; where the logits are held, "
             f"{fp32_held:.2f} and {bf16_held:.2f}"

@@ -30,8 +30,8 @@ class Card:
 # NVIDIA's data sheets. The tensor-core figures of the GeForce cards are those with fp32 accumulation (Ada and Ampere
 # architecture papers, appendices), half of the fp16-accumulation figure that advertisements print.
 CARDS: dict[str, Card] = {
-    card.name: card
-    for card in (
+    each.name: each
+    for each in (
         Card("t4", 15 * GIB, False, 65e12, 320e9),  # sold as 16 GB; ECC takes its share, nvidia-smi shows 15,360 MiB
         Card("v100-16gb", 16 * GIB, False, 125e12, 900e9),
         Card("v100-32gb", 32 * GIB, False, 125e12, 900e9),

@@ -55,9 +55,9 @@ def ask(beats: list[Beat], folder: str, host: str, seconds: float) -> dict[int, 
             continue
         asked[beat.rank] = path, size
     give_up = time.monotonic() + seconds
-    while time.monotonic() < give_up and not all(_whole(_told(*where)) for where in asked.values()):
+    while time.monotonic() < give_up and not all(_whole(_told(*written)) for written in asked.values()):
         time.sleep(0.005)
-    return {rank: frames for rank, where in asked.items() if (frames := _frames(_told(*where)))}
+    return {rank: frames for rank, written in asked.items() if (frames := _frames(_told(*written)))}
 
 
 def _told(path: Path, start: int) -> str:
