@@ -25,6 +25,15 @@ def test_every_allocation_and_free_with_its_size():
     assert memory_over_time(events) == [(0, 0), (events[0].at, 4000), (events[1].at, 8000), (events[2].at, 4000)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_product_allocates_its_result_alone_on_every_cpu(dtype):
+    a, b = torch.ones(96, 352, dtype=dtype), torch.ones(352, 128, dtype=dtype)
+    keep = []
+    events = record_allocations(lambda: keep.append(a @ b))
+    assert [(e.allocate, e.bytes) for e in events] == [(True, keep[0].nbytes)]  # no copies of oneDNN's
+    assert torch.backends.mkldnn.enabled
+
+
 def test_what_was_there_before_comes_first_and_is_known_when_it_goes():
     box = [torch.empty(300), torch.empty(100)]
     view = box[0][:50]

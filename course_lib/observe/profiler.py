@@ -41,12 +41,17 @@ class Allocations:
 
     Operations are not recorded, or this would cost a small model's step as much as the step itself.
 
+    oneDNN is switched off meanwhile: on CPUs with 16-bit instructions (AVX512-BF16, AVX512-FP16, AMX) it takes memory
+    for reordered copies of its operands, which depend on the CPU and say nothing about the model. PyTorch's other
+    kernels give the same events on every CPU.
+
     Attributes:
         log: (nanoseconds since the epoch, address, bytes), in the order of time; bytes below 0 are given back.
     """
 
     def __init__(self) -> None:
         self._running = False
+        self._onednn_was_on = True
         self.log: list[tuple[int, int, int]] = []
 
     def __enter__(self) -> Allocations:
@@ -57,6 +62,8 @@ class Allocations:
         _quiet()
         config = profile(use_kineto=True, profile_memory=True).config()
         activities = {torch.profiler.ProfilerActivity.CPU}
+        self._onednn_was_on = torch.backends.mkldnn.enabled
+        torch.backends.mkldnn.enabled = False
         torch.autograd._prepare_profiler(config, activities)
         torch.autograd._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
         self._running = True
@@ -69,6 +76,7 @@ class Allocations:
         if not self._running:
             return
         self._running = False
+        torch.backends.mkldnn.enabled = self._onednn_was_on
         waiting, log = list(torch.autograd._disable_profiler().experimental_event_tree()), []
         while waiting:
             event = waiting.pop()
