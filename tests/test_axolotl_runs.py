@@ -217,22 +217,31 @@ def test_overlays_merge_deep_replace_lists_and_take_away(tmp_path):
     assert merged(write(made, tmp_path / "deep" / "run.yml")) == made
 
 
-def test_the_adapter_is_inert_where_there_is_cuda():
-    """In a process of its own: a pretended GPU, and Accelerate and DeepSpeed must stay as they came."""
-    program = """
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_adapter_answers_for_cpu_ranks_and_is_inert_where_there_is_cuda(gpu):
+    """In a process of its own, on a CUDA build of PyTorch as it looks without a GPU, or with a pretended one."""
+    program = f"""
 import json, os, torch
 import axolotl.integrations.base
 from accelerate import ParallelismConfig
 from accelerate.state import PartialState
+from axolotl.utils import trainer
 before, mesh = PartialState._prepare_backend, ParallelismConfig.build_device_mesh
-torch.cuda.is_available = lambda: True  # not earlier: a CPU build of PyTorch cannot be imported through with it
+torch.cuda.is_available = lambda: {gpu}  # not earlier: a CPU build of PyTorch cannot be imported through with True
+def ask(*devices):
+    if {gpu}:
+        return False
+    raise RuntimeError("Found no NVIDIA driver on your system.")  # a CPU build raises AssertionError
+torch.cuda.can_device_access_peer = ask
 import course_tools.axolotl.cpu_ranks as adapter
 adapter.let_cpu_ranks_train()
-same = PartialState._prepare_backend is before and ParallelismConfig.build_device_mesh is mesh
-print(json.dumps([same, os.environ.get("ACCELERATE_TORCH_DEVICE"), os.environ.get("DS_ACCELERATOR")]))
+same = [PartialState._prepare_backend is before, ParallelismConfig.build_device_mesh is mesh]
+peers = trainer.check_cuda_p2p_ib_support()
+print(json.dumps([*same, peers, os.environ.get("ACCELERATE_TORCH_DEVICE"), os.environ.get("DS_ACCELERATOR")]))
 """
     environment = {k: v for k, v in os.environ.items() if k not in ("ACCELERATE_TORCH_DEVICE", "DS_ACCELERATOR")}
     environment |= {"WORLD_SIZE": "2", "AXOLOTL_DO_NOT_TRACK": "1", "PYTHONPATH": str(YAMLS.parent.parent)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [True, None, None]
+    expected = [True, True, False, None, None] if gpu else [False, False, True, "cpu", "cpu"]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected

@@ -1,7 +1,7 @@
 """The plugin by which Axolotl trains on CPU ranks as it does on GPUs. Where CUDA is there, nothing here does anything.
 
 In a YAML: ``plugins: [course_tools.axolotl.cpu_ranks.CPURanks]``. Axolotl imports its plugins before anything reads the
-devices, and that is when the three things below must stand.
+devices, and that is when the four things below must stand.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from accelerate import ParallelismConfig
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from axolotl.integrations.base import BasePlugin
+from axolotl.utils import environment
 from axolotl.utils.dict import DictDefault
 
 # Set by Axolotl from the YAML. Accelerate obeys them on accelerators only, and on CPU ranks falls back to plain DDP
@@ -33,6 +34,9 @@ def let_cpu_ranks_train() -> None:
         return
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # else a rank's device would be cuda:LOCAL_RANK
     os.environ["DS_ACCELERATOR"] = "cpu"
+    # Axolotl asks whether two GPUs reach each other, and forgives only the error of a CPU build of PyTorch. A CUDA build
+    # without a GPU raises another one. This is the answer that Axolotl gives itself on a CPU build.
+    environment.check_cuda_p2p_support = lambda: True
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         import deepspeed
 
