@@ -74,7 +74,9 @@ def test_the_best_is_the_best_of_all_settings_each_estimated(asked) -> None:
     fitting = [row for row in range(len(whole.table)) if whole.needs(row).fits(whole.asked)]
     assert 0 < len(fitting) < len(whole.table) or asked["model"] == "tiny"
     fastest = min(whole.times[row] for row in fitting)
-    assert fastest <= answer.best.step_seconds <= fastest * (1 + ALIKE)
+    # The search adds up a row's parts with numpy, a plan with Python's sum(), which since 3.12 makes up for its rounding
+    # errors: the same sum may differ in the last place.
+    assert fastest * (1 - 1e-12) <= answer.best.step_seconds <= fastest * (1 + ALIKE)
     same = [row for row in fitting if whole.table.settings(row, "").kind == answer.best.kind]
     assert answer.best.step_seconds == pytest.approx(min(whole.times[row] for row in same)), (
         "the fastest of its variants"
