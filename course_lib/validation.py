@@ -1,31 +1,45 @@
-"""What every closed form asks of its numbers, in one sentence each."""
+"""Check the arguments of public functions; each refusal is one sentence that says what to give instead."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
-from numbers import Real
+from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 
 def positive(**numbers: Any) -> None:
-    """Raises ValueError for what is no finite number above 0."""
+    """Check that each argument is a finite number above 0. Raises ValueError."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:
             raise ValueError(f"{name}={value!r}: give a number above 0.")
 
 
 def check_counts(**counts: Any) -> None:
-    """Raises ValueError where one is no whole number of at least 1."""
+    """Check that each argument is a whole number of at least 1; numpy's integers count. Raises ValueError."""
     for name, value in counts.items():
-        if type(value) is not int or value < 1:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise ValueError(f"{name}={value!r}: give a whole number of at least 1.")
 
 
 def pick(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raises ValueError for a value that is none of `choices`; the nearest one is offered."""
+    """Check that `value` is one of `choices`. Raises ValueError, which offers the nearest one."""
     if value not in choices:
-        near = difflib.get_close_matches(str(value).lower(), [str(choice) for choice in choices], 1, 0.5)
+        near = did_you_mean(value, choices)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(map(str, choices))}."
         raise ValueError(f"{name}={value!r} is no choice: {hint}")
+
+
+def did_you_mean(word: Any, known: Iterable[Any], *, most: int = 1, cutoff: float = 0.5) -> list[str]:
+    """The names among `known` that look most like `word`, best first; upper and lower case, - and _ count as equal.
+
+    Args:
+        word: what somebody wrote.
+        known: the names that exist.
+        most: how many to offer at most.
+        cutoff: how alike they must be, 0 to 1, as in `difflib.get_close_matches`.
+    """
+    plain = {str(name).lower().replace("-", "_"): str(name) for name in known}
+    near = difflib.get_close_matches(str(word).lower().replace("-", "_"), plain, most, cutoff)
+    return [plain[name] for name in near]
