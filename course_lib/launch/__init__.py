@@ -7,7 +7,7 @@
 
 from course_lib.launch.agent import warm
 from course_lib.launch.failures import RankFailed, RanksHung
-from course_lib.launch.group import process_group
+from course_lib.launch.group import process_group, rank_device
 from course_lib.launch.run import Run, launch
 
-__all__ = ["RankFailed", "RanksHung", "Run", "launch", "process_group", "warm"]
+__all__ = ["RankFailed", "RanksHung", "Run", "launch", "process_group", "rank_device", "warm"]

@@ -7,8 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from course_lib.launch.rendezvous import meeting_place
+
+if TYPE_CHECKING:
+    import torch
 
 # On GPUs a tensor that a notebook cell left on the CPU still finds its way.
 BOTH = "cpu:gloo,cuda:nccl"
@@ -85,3 +89,12 @@ def process_group(backend: str | None = None, *, init_method: str = "", timeout:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def rank_device() -> torch.device:
+    """Return this rank's device: its own GPU under NCCL, else the CPU. The default process group must be up."""
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = "nccl" in dist.get_backend()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

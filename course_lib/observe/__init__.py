@@ -2,7 +2,7 @@
 
 from course_lib.observe.collectives import Collective
 from course_lib.observe.memory import MemoryProbe, tensor_bytes
-from course_lib.observe.steps import Observation, observe
+from course_lib.observe.steps import Observation, Outcome, observe
 from course_lib.observe.trace import Span, overlap_seconds, trace_step
 from course_lib.observe.wire import WireMeter, sent_bytes
 
@@ -10,6 +10,7 @@ __all__ = [
     "Collective",
     "MemoryProbe",
     "Observation",
+    "Outcome",
     "Span",
     "WireMeter",
     "observe",

@@ -1,4 +1,4 @@
-"""Step times and tokens a second of a training loop, with one step given to the memory probe."""
+"""What a training loop did: seconds and bytes sent per step, tokens per second, and the memory of one step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from course_lib.observe.memory import MemoryProbe
+from course_lib.observe.wire import sent_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -18,12 +19,39 @@ WARM_UP = 1  # the first step allocates the optimizer's state and DDP's buckets:
 
 
 @dataclass
+class Outcome:
+    """What a training program returns on each rank, so that programs can be compared with each other.
+
+    Attributes:
+        losses: mean loss of the whole global batch, one per step, equal on every rank.
+        wrapper: class name of what wrapped the model: proof that no launcher silently fell back to something else.
+        rank, world_size: this rank's place.
+        median_step: seconds, the first step left out; 0 where no step was timed.
+        tokens_per_second: this rank's; 0 where no step was timed.
+        memory: bytes by category (see `Observation.memory`).
+        wire_bytes: bytes this rank sent per step (see `Observation.wire_bytes`).
+        extra: what this program reports beyond the others.
+    """
+
+    losses: list[float]
+    wrapper: str
+    rank: int
+    world_size: int
+    median_step: float
+    tokens_per_second: float
+    memory: dict[str, int]
+    wire_bytes: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class Observation:
     """What :func:`observe` saw.
 
     Attributes:
-        step_seconds: one figure a step; the step that the memory probe slowed down is left out.
+        step_seconds: one entry per step; the step that the memory probe slowed down is left out.
         tokens: this rank's tokens in each of these steps.
+        sent: bytes that this rank sent in each step, the measured one included; empty where the system does not count.
         memory: bytes by category: parameters, gradients, optimizer_state, ddp_buckets, activations (what autograd
             keeps for the backward pass), peak; on CUDA also peak_reserved. Empty until the measured step is over.
     """
@@ -32,6 +60,7 @@ class Observation:
     measured_step: int = 1
     step_seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
     num_steps: int = 0
 
     @property
@@ -48,19 +77,52 @@ class Observation:
         """This rank's tokens in the median step over its seconds."""
         return statistics.median(self.tokens[WARM_UP:] or self.tokens) / self.median_step
 
+    @property
+    def wire_bytes(self) -> float | None:
+        """Mean bytes sent per step over the later half of the steps; None where the system does not count them."""
+        late = self.sent[len(self.sent) // 2 :]
+        return sum(late) / len(late) if late else None
+
     @contextmanager
     def step(self, tokens: int = 0) -> Iterator[None]:
-        """Around one optimizer step. ``tokens``: how many tokens this rank trains on in it."""
+        """Wrap one optimizer step. ``tokens``: how many tokens this rank trains on in it."""
         number, self.num_steps = self.num_steps, self.num_steps + 1
+        sent_before = sent_bytes()
         if self.probe is not None and number == self.measured_step:
             with self.probe.measure():
                 yield
-            return
-        began = time.perf_counter()
-        yield
-        _finish_device_work()
-        self.step_seconds.append(time.perf_counter() - began)
-        self.tokens.append(tokens)
+        else:
+            began = time.perf_counter()
+            yield
+            _finish_device_work()
+            self.step_seconds.append(time.perf_counter() - began)
+            self.tokens.append(tokens)
+        sent_after = sent_bytes()
+        if sent_before is not None and sent_after is not None:
+            self.sent.append(sent_after - sent_before)
+
+    def outcome(self, losses: list[float], wrapper: str, **extra: Any) -> Outcome:
+        """Return this rank's `Outcome`, with rank and world size from the process group (rank 0 of 1 without one).
+
+        Args:
+            losses: mean loss of the whole global batch, one per step.
+            wrapper: class name of what wrapped the model.
+            extra: what this program reports beyond the others.
+        """
+        import torch.distributed as dist
+
+        grouped = dist.is_available() and dist.is_initialized()
+        return Outcome(
+            losses=losses,
+            wrapper=wrapper,
+            rank=dist.get_rank() if grouped else 0,
+            world_size=dist.get_world_size() if grouped else 1,
+            median_step=self.median_step if self.step_seconds else 0.0,
+            tokens_per_second=self.tokens_per_second if self.step_seconds else 0.0,
+            memory=self.memory,
+            wire_bytes=self.wire_bytes if grouped else None,  # alone, its sockets are somebody else's: Jupyter's
+            extra=extra,
+        )
 
 
 def _finish_device_work() -> None:
@@ -79,11 +141,11 @@ def observe(
 ) -> Observation:
     """Watch a training loop of this rank.
 
-    >>> seen = observe(model, optimizer)
+    >>> observation = observe(model, optimizer)
     >>> for batch in batches:
-    ...     with seen.step(tokens=batch.numel()):
+    ...     with observation.step(tokens=batch.numel()):
     ...         train(batch)
-    >>> seen.memory["peak"], seen.median_step, seen.tokens_per_second
+    >>> observation.memory["peak"], observation.median_step, observation.tokens_per_second, observation.wire_bytes
 
     Args:
         model, optimizer: whose bytes to count; leave both out for times alone.

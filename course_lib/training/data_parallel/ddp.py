@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from course_lib.launch import rank_device
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe import observe, sent_bytes
+from course_lib.observe import Outcome, observe
 from course_lib.training.command_line import run
 from course_lib.training.micro_batches import micro_batch_size
-from course_lib.training.outcome import Outcome
 
 
 def train(
@@ -50,18 +50,16 @@ def train(
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     micro_batch_size(steps=steps, global_batch=global_batch, ranks=world_size, accumulate=accumulate)
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
+    device = rank_device()
     # DDP broadcasts rank 0's weights when it wraps the model, so the ranks' own seeds need not agree
     model = DistributedDataParallel(tiny_llama(seed=seed + rank).to(device), bucket_cap_mb=bucket_cap_mb)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    seen = observe(model, optimizer)
-    losses, sent = [], []
+    observation, losses = observe(model, optimizer), []
     for step in range(steps):
         batch = sample_batch(
             step, global_batch=global_batch, seq_len=seq_len, rank=rank, world_size=world_size, seed=seed
         ).to(device)
-        sent.append(sent_bytes())
-        with seen.step(tokens=batch.numel()):
+        with observation.step(tokens=batch.numel()):
             total = torch.zeros((), device=device)
             micro_batches = batch.chunk(accumulate)
             for i, micro_batch in enumerate(micro_batches):
@@ -72,18 +70,12 @@ def train(
                 total += loss.detach()
             optimizer.step()
             optimizer.zero_grad()
-        sent.append(sent_bytes())
         dist.all_reduce(total, op=dist.ReduceOp.SUM)  # for the report only: DDP does not need the global loss
         losses.append(total.item() / world_size)
     if save_to and rank == 0:
         torch.save(model.module.state_dict(), save_to)
     dist.barrier()  # nobody goes on before the file is whole
-    steps_sent = [b - a for a, b in zip(sent[::2], sent[1::2], strict=True) if a is not None and b is not None]
-    late = steps_sent[len(steps_sent) // 2 :]
-    return Outcome(
-        losses, type(model).__name__, rank, world_size, seen.median_step, seen.tokens_per_second, seen.memory,
-        wire_bytes=sum(late) / len(late) if late else None,
-    )  # fmt: skip
+    return observation.outcome(losses, type(model).__name__)
 
 
 if __name__ == "__main__":
