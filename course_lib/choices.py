@@ -1,0 +1,212 @@
+"""The choices of a training run, and which of them go together.
+
+Whatever offers, checks or explains a choice reads these tables: the memory model, the planner, the training programs, the
+checks and the command lines. `why_not` says in one sentence why a combination does not go. No PyTorch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from course_lib.validation import check_counts, did_you_mean, pick
+
+AXES = ("pp", "dp", "cp", "tp")  # slowest first: ranks that are neighbours, and share a machine, differ in the last one
+AXIS_NAMES = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor"}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How data-parallel ranks share a model.
+
+    Attributes:
+        label: its name in tables and sentences.
+        shards: which of "optimizer", "gradients" and "weights" are split over the ranks.
+        offloads: the values of `offload` that it can run.
+        zero_stage: DeepSpeed's stage; 0 for what is not DeepSpeed's.
+    """
+
+    label: str
+    shards: tuple[str, ...] = ()
+    offloads: tuple[str, ...] = ("none",)
+    zero_stage: int = 0
+
+
+METHODS = {"full": "full training", "lora": "LoRA", "qlora": "QLoRA"}
+STRATEGIES = {
+    "single": Strategy("one process"),
+    "ddp": Strategy("DDP"),
+    "zero1": Strategy("ZeRO-1", ("optimizer",), ("none", "optimizer"), 1),
+    "zero2": Strategy("ZeRO-2", ("optimizer", "gradients"), ("none", "optimizer"), 2),
+    "zero3": Strategy("ZeRO-3", ("optimizer", "gradients", "weights"), ("none", "optimizer", "all"), 3),
+    "fsdp": Strategy("FSDP", ("optimizer", "gradients", "weights"), ("none", "all")),
+}
+PRECISIONS = ("bf16-mixed", "fp16-mixed", "bf16", "fp32")
+OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit", "sgd")
+OFFLOADS = ("none", "optimizer", "all")  # least first
+ACTIVATION_CHECKPOINTING = ("none", "selective", "full")  # least first
+ATTENTION = ("flash", "eager")
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
+
+# Arguments that stand for one of several names
+CHOICES: dict[str, tuple[str, ...]] = {
+    "method": tuple(METHODS),
+    "precision": PRECISIONS,
+    "optimizer": OPTIMIZERS,
+    "strategy": tuple(STRATEGIES),
+    "activation_checkpointing": ACTIVATION_CHECKPOINTING,
+    "attention": ATTENTION,
+    "offload": OFFLOADS,
+    "schedule": SCHEDULES,
+}
+QUANTIZED = ("nf4", "4bit", "int4", "fp4")
+
+
+def check_choice(name: str, value: str) -> None:
+    """Check that `value` is one of CHOICES[name]. Raises ValueError, which offers the nearest one."""
+    if name == "precision" and value in QUANTIZED:
+        raise ValueError(
+            f"precision={value!r}: weights in 4 bits cannot be trained themselves: that is method='qlora'."
+        )
+    pick(name, value, CHOICES[name])
+
+
+def why_not(
+    *,
+    method: str = "full",
+    optimizer: str = "adamw",
+    strategy: str = "single",
+    offload: str = "none",
+    ranks: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+) -> str:
+    """Why no program runs these choices together, in one sentence; "" where one does.
+
+    Args:
+        method, optimizer, strategy, offload: keys of the tables above.
+        ranks: data-parallel ranks, those that `strategy` shares the model among.
+        tp, pp, cp: ranks along the tensor, pipeline and context axis.
+    """
+    how = STRATEGIES[strategy]
+    if offload not in how.offloads:
+        able = [name for name, other in STRATEGIES.items() if offload in other.offloads]
+        if strategy == "fsdp":
+            return (
+                f"offload={offload!r}: FSDP2 offloads parameters, gradients and optimizer together or not at all; "
+                "give offload='all' or 'none'."
+            )
+        what = "weights on the host" if offload == "all" else "the optimizer on the host"
+        return f"offload={offload!r} puts {what}, which {_either(able)} can do and {strategy} cannot."
+    if offload != "none" and "8bit" in optimizer:
+        return f"optimizer={optimizer!r} has no CPU step: with offload take adamw."
+    if ranks > 1 and strategy == "single":
+        others = [name for name in STRATEGIES if name != "single"]
+        return f"ranks={ranks} with strategy='single': several ranks need {_either(others)}."
+    if pp > 1 and how.zero_stage and (how.zero_stage > 1 or offload != "none"):
+        # deepspeedai/Megatron-DeepSpeed issue 369
+        what = strategy if how.zero_stage > 1 else f"offload={offload!r}"
+        return f"DeepSpeed's pipeline takes no {what}: with pp={pp} take zero1 without offload, ddp or fsdp."
+    if method == "qlora" and max(tp, pp, cp) > 1:
+        return "bitsandbytes keeps each quantized matrix in one piece: with qlora take tp=1, pp=1 and cp=1."
+    return ""
+
+
+def check_combination(**choices: str | int) -> None:
+    """Raises ValueError with the sentence of `why_not`, whose arguments these are."""
+    if reason := why_not(**choices):  # type: ignore[arg-type]
+        raise ValueError(reason)
+
+
+class HasWidths(Protocol):
+    """What tensor parallelism cuts; a `course_lib.memory.Shape` has it, of a transformers config see `Widths`."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def intermediate(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+
+
+class Widths(NamedTuple):
+    """Attention heads, kv heads, columns of the MLP, tokens of the vocabulary."""
+
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+
+
+def why_not_tensor_parallel(widths: HasWidths, tp: int, *, repeat_kv_heads: bool = False) -> str:
+    """Why a model does not split over `tp` tensor-parallel ranks, in one sentence; "" where it does.
+
+    Args:
+        widths: of the model.
+        tp: ranks.
+        repeat_kv_heads: several ranks may hold a copy of one kv head, as in Megatron-LM; the memory model and the planner
+            count so. The training programs of this course do not.
+    """
+    check_counts(tp=tp)
+    if wrong := _undivided(widths, tp, repeat_kv_heads):
+        number, what = wrong[0]
+        return (
+            f"{number:,} {what} do not divide over {tp} tensor-parallel ranks: take one of "
+            f"{', '.join(map(str, tensor_parallel_degrees(widths, repeat_kv_heads=repeat_kv_heads)))} ranks"
+            + (f", or pad the vocabulary to {-(-number // tp) * tp:,}." if what.endswith("vocabulary") else ".")
+        )
+    return ""
+
+
+def tensor_parallel_degrees(widths: HasWidths, *, repeat_kv_heads: bool = False) -> list[int]:
+    """All numbers of tensor-parallel ranks over which a model splits."""
+    return [tp for tp in range(1, widths.heads + 1) if not _undivided(widths, tp, repeat_kv_heads)]
+
+
+def _undivided(widths: HasWidths, tp: int, repeat_kv_heads: bool) -> list[tuple[int, str]]:
+    copies = repeat_kv_heads and tp % widths.kv_heads == 0
+    return [
+        (number, what)
+        for number, what in (
+            (widths.heads, "attention heads"),
+            (tp if copies else widths.kv_heads, "kv heads"),
+            (widths.intermediate, "columns of the MLP"),
+            (widths.vocab, "tokens of the vocabulary"),
+        )
+        if number % tp
+    ]
+
+
+def check_schedule(schedule: str, stages: int, num_microbatches: int, virtual_stages: int = 1) -> None:
+    """Check that a pipeline schedule goes with these numbers. Raises ValueError, one sentence.
+
+    Args:
+        schedule: one of SCHEDULES.
+        stages: ranks in the pipeline.
+        num_microbatches: in one optimizer step.
+        virtual_stages: stages that each rank holds; at least 2 for "interleaved", 1 for the others.
+    """
+    if schedule not in SCHEDULES:
+        near = did_you_mean(schedule, SCHEDULES, cutoff=0.3)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"schedule={schedule!r}: {hint}Choose one of {', '.join(SCHEDULES)}.")
+    check_counts(stages=stages, num_microbatches=num_microbatches, virtual_stages=virtual_stages)
+    if schedule == "interleaved":
+        if virtual_stages == 1:
+            raise ValueError("virtual_stages=1: 'interleaved' with one stage per rank is '1f1b'; give at least 2.")
+        if num_microbatches % stages:
+            raise ValueError(
+                f"num_microbatches={num_microbatches} is not a multiple of the {stages} ranks: 'interleaved' sends "
+                f"micro-batches through in groups of {stages}; take {-(-num_microbatches // stages) * stages}."
+            )
+    elif virtual_stages > 1:
+        raise ValueError(
+            f"virtual_stages={virtual_stages}: {schedule!r} has one stage per rank; take schedule='interleaved' for more."
+        )
+
+
+def _either(names: list[str]) -> str:
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
