@@ -30,15 +30,15 @@ def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_exit_codes_and_one_sentence_for_what_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
-    assert axolotl_command.main(["check", "good.yml", "--gpus", "4×24GiB"]) == 0
+    assert axolotl_command.main(["good.yml", "--gpus", "4×24GiB"]) == 0
     assert "nothing found that is wrong" in capsys.readouterr().out
     Path("typo.yml").write_text(GOOD.replace("sequence_len", "sequence_length"))
-    assert axolotl_command.main(["check", "typo.yml", "--json"]) == 1
+    assert axolotl_command.main(["typo.yml", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["findings"]
     assert [(one["key"], one["line"], one["fix"]) for one in found] == [("sequence_length", 7, "write sequence_len")]
     Path("tab.yml").write_text("a:\n\tb: 1\n")
-    for argv in (["check", "nowhere.yml"], ["check", "tab.yml"], ["check", "good.yml", "--gpus", "4xh10"],
-                 ["check", "good.yml", "--gpu", "4"], ["chek", "good.yml"], [], ["check"]):  # fmt: skip
+    for argv in (["nowhere.yml"], ["tab.yml"], ["good.yml", "--gpus", "4xh10"],
+                 ["good.yml", "--gpu", "4"], ["good.yml", "more.yml"], []):  # fmt: skip
         assert axolotl_command.main(argv) == 2
         said = capsys.readouterr()
         assert not said.out and said.err.count("\n") == 1, said.err
@@ -57,13 +57,13 @@ def test_no_yaml_raises(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     if key == "datasets":
         kept = kept.replace("datasets:\n  - path: ./alpaca.jsonl\n    ds_type: json\n    type: alpaca\n", "")
     Path("odd.yml").write_text(kept + text + "\n")
-    assert axolotl_command.main(["check", "odd.yml"]) in (0, 1, 2)
+    assert axolotl_command.main(["odd.yml"]) in (0, 1, 2)
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_check_imports_no_torch() -> None:
     script = (
-        "import sys; from course_tools.axolotl.command import main; code = main(['check', 'good.yml']); "
+        "import sys; from course_tools.axolotl.command import main; code = main(['good.yml']); "
         f"print('heavy:', [name for name in {HEAVY!r} if name in sys.modules]); sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)

@@ -8,9 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from course_lib.models import byte_tokenizer, no_progress_bars, tiny_llama
-from course_lib.models.data import english, instructions
-
 if TYPE_CHECKING:
     import torch
 
@@ -23,6 +20,9 @@ def make_inputs(folder: str | os.PathLike[str], *, layers: int = 2, hidden: int 
     Nothing is downloaded: the questions are the course's own, the texts the Python documentation. What lies in
     `folder` already is written again. Returns the folder.
     """
+    from course_lib.models import byte_tokenizer, no_progress_bars, tiny_llama  # imports PyTorch, and a check must not
+    from course_lib.models.data import english, instructions
+
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     model, tokenizer = tiny_llama(layers=layers, hidden=hidden, max_length=2048, seed=seed), byte_tokenizer()
