@@ -202,8 +202,9 @@ else
 	@$(TEST_ENV) $(RUN) -m pytest -q --durations=15 $(TEST_ARGS)
 endif
 
-labs: setup ## write labs/ again from solutions/
+labs: setup ## write labs/ again from solutions/, and the tables of lessons from the course map
 	@$(PY) -m classroom.authoring.labs
+	@$(PY) -m classroom.authoring.lesson_tables
 
 site: setup ## the lessons, labs and instructors' notes as static pages in build/site; no network is needed
 	@$(RUN) site/build.py
@@ -214,10 +215,11 @@ bench: setup ## run every benchmark and print its table
 		if [ -f "$$script" ]; then echo "== $$script"; $(RUN) "$$script"; fi; \
 	done
 
-lint: setup ## ruff, labs/ in step with solutions/, Colab badges and cells in step with the address
+lint: setup ## ruff, and labs, tables of lessons and Colab cells in step with what they are made from
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m classroom.authoring.labs --check
+	@$(PY) -m classroom.authoring.lesson_tables --check
 	@$(PY) -m classroom.authoring.colab_cells --check
 
 clean: ## remove build/ and caches (ALL=1: .venv too); what you did in the notebooks and your progress stay

@@ -17,6 +17,7 @@ from links import Links
 from notebook_page import page_of
 
 from course_lib.figures.stored_figures import pictures
+from course_lib.notebook.contents import map_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 TASTE = "Llama-3.1-8B, one sequence of 2,048 tokens"  # how the landing page's figure begins its description
@@ -66,37 +67,15 @@ def gather(source: Path) -> None:
     (source / "index.md").write_text(filled, encoding="utf-8")
 
 
-def map_rows() -> list[dict[str, str]]:
-    """The rows of the course map's table: number, file, title, question, minutes, needs.
-
-    Raises:
-        ValueError: the map has no such table.
-    """
-    notebook = json.loads((ROOT / "lessons" / "00_start_here.ipynb").read_text(encoding="utf-8"))
-    text = "\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
-    row = re.compile(
-        r"^\| (?P<number>\d) \| .*?\[(?P<title>[^\]]+)\]\((?P<file>0\d_\w+)\.ipynb\).*? \| (?P<question>[^|]+)"
-        r" \| (?P<minutes>\d+)(?:, lab (?P<lab>\d+))?[^|]*\| (?P<needs>[^|]+) \|",
-        re.MULTILINE,
-    )
-    rows = [found.groupdict() for found in row.finditer(text)]
-    if len(rows) != len(list((ROOT / "lessons").glob("0[1-9]_*.ipynb"))):
-        raise ValueError(
-            f"The table of lessons/00_start_here.ipynb gives {len(rows)} lessons; give each lesson its row."
-        )
-    return rows
-
-
 def cards() -> str:
     """The lessons as a list of cards, in HTML."""
     items = []
     for row in map_rows():
-        told = {key: html.escape(value or "") for key, value in row.items()}
-        lab = f'<a class="lab" href="labs/{told["file"]}.html">lab {told["number"]}, {told["lab"]} minutes</a>'
+        lab = f'<a class="lab" href="labs/{row.name}.html">lab {row.number}, {row.lab_minutes} minutes</a>'
         items.append(
-            f'<li><a class="lesson" href="lessons/{told["file"]}.html"><span class="number">{told["number"]}</span> '
-            f'<span class="title">{told["title"]}</span></a><p class="question">{told["question"]}</p>'
-            f'<p class="needs">{told["minutes"]} minutes · {told["needs"]}{" · " + lab if row["lab"] else ""}</p></li>'
+            f'<li><a class="lesson" href="lessons/{row.name}.html"><span class="number">{row.number}</span> '
+            f'<span class="title">{html.escape(row.title)}</span></a><p class="question">{html.escape(row.question)}</p>'
+            f'<p class="needs">{row.minutes} minutes · {html.escape(row.needs)} · {lab}</p></li>'
         )
     return f'<ol class="lessons">{"".join(items)}</ol>'
 

@@ -244,7 +244,7 @@ def test_every_lesson_has_its_lab_and_its_solution() -> None:
     }
     lessons = {name for name in names["lessons"] if not name.startswith("00_")}
     assert lessons == names["labs"] == names["solutions"]
-    assert all(re.fullmatch(r"0[1-8]_[a-z0-9_]+\.ipynb", name) for name in lessons), lessons
+    assert all(re.fullmatch(r"0[1-9]_[a-z0-9_]+\.ipynb", name) for name in lessons), lessons
 
 
 def test_every_notebook_leads_on() -> None:

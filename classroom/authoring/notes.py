@@ -1,6 +1,6 @@
 """The instructor's notes, site/instructors/NN_name.md: YAML in front, prose behind.
 
-In front stand `minutes` (of the lesson), `skip_first` (sections in the order in which to drop them when time is short,
+In front stand `skip_first` (sections in the order in which to drop them when time is short,
 each with `because`) and `lab_core` (the lab's exercises to keep).
 """
 
@@ -26,10 +26,9 @@ class Skip:
 
 @dataclass(frozen=True)
 class Note:
-    """One note. `minutes` is None where it states none; `text` is what stands behind the YAML."""
+    """One note; `text` is what stands behind the YAML."""
 
     path: Path
-    minutes: int | None = None
     skip_first: list[Skip] = field(default_factory=list)
     lab_core: list[str] = field(default_factory=list)
     text: str = ""
@@ -55,15 +54,12 @@ def read(number: int, root: Path = ROOT) -> Note | None:
         given = yaml.safe_load(front) or {}
         note = Note(
             path,
-            given.get("minutes"),
             [Skip(plain(skip["section"]), str(skip.get("because", ""))) for skip in given.get("skip_first") or []],
             [plain(title) for title in given.get("lab_core") or []],
             text.lstrip("-").strip(),
         )
     except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path.name}: its YAML is not minutes, skip_first and lab_core: {error}") from error
-    if note.minutes is not None and (not isinstance(note.minutes, int) or note.minutes < 1):
-        raise ValueError(f"{path.name}: minutes must be a whole number above 0, not {note.minutes!r}")
+        raise ValueError(f"{path.name}: its YAML is not skip_first and lab_core: {error}") from error
     return note
 
 

@@ -1,8 +1,7 @@
 """``beyond class pace``: the minutes of a lesson by section, and what to skip when time is short.
 
 The rule: a section costs a minute for 200 words to read, 3 seconds a line of code, 20 seconds a cell to run and look
-at, a minute a figure. These costs only set the proportions. The lesson's stated minutes (the instructor's note, else
-the course map) are shared out by them, in whole minutes, at least one a section, so that they sum to what is stated.
+at, a minute a figure. These costs only set the proportions. The lesson's minutes, as the course map states them, are shared out by them, in whole minutes, at least one a section, so that they sum to what is stated.
 """
 
 from __future__ import annotations
@@ -121,21 +120,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def overview(root: Path = ROOT) -> list[str]:
     """A line for each lesson."""
-    rows, stated = ["lesson   lab  (minutes)"], contents.map_minutes(root)
-    for number, (minutes, lab) in stated.items():
-        note = notes.read(number, root)
-        minutes = note.minutes if note and note.minutes else minutes
-        rows.append(f"{minutes:6} {lab:5}  {contents.sections(contents.find(number, 'lessons', root))[0].title}")
-    return [*rows, "pace 5 shows one by section."]
+    rows = [
+        f"{row.minutes:6} {row.lab_minutes:5}  {contents.sections(contents.find(row.number, 'lessons', root))[0].title}"
+        for row in contents.map_rows(root)
+    ]
+    return ["lesson   lab  (minutes)", *rows, "pace 5 shows one by section."]
 
 
 def lesson(number: int, limit: int | None, start: int | None, root: Path = ROOT) -> tuple[list[str], bool]:
     """The plan of one lesson as lines, and whether it fits into `limit` minutes. Raises ValueError as `plan` does."""
     sections = contents.sections(contents.find(number, "lessons", root))
     note = notes.read(number, root)
-    minutes = (note.minutes if note else None) or contents.map_minutes(root).get(number, (None, 0))[0]
-    if minutes is None:
-        raise ValueError(f"neither a note nor the course map states the minutes of lesson {number}")
+    minutes = next(row.minutes for row in contents.map_rows(root) if row.number == number)
     steps = plan(sections, minutes, note.skip_first if note else (), limit)
     needed, now = taken(steps), start
     lines = []

@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]  # the repository
 _HEADING = re.compile(r"^(#{1,3}) +(.+?) *$")
 _CHECK = re.compile(r"^[^#\n]*\bcheck\.(\w+)\(", re.MULTILINE)
 _STATED = re.compile(r"\*difficulty (\d) of 5 · importance (\d) of 5 · (\d+) minutes\*")
-_MAP_ROW = re.compile(r"^\| *(\d+) *\|.*\| *(\d+), lab (\d+) *\|", re.MULTILINE)
+_MAP_ROW = re.compile(
+    r"^\| (\d+) \| \[([^\]]+)\]\((0\d_\w+)\.ipynb\)[^|]* \| ([^|]+) \| (\d+), lab (\d+) \| ([^|]+) \|", re.MULTILINE
+)
 
 
 @dataclass
@@ -38,6 +40,19 @@ class Section:
     lines: int = 0
     cells: int = 0
     figures: int = 0
+
+
+@dataclass(frozen=True)
+class MapRow:
+    """A lesson as the course map lists it: `name` is that of its notebooks, minutes are the stated ones."""
+
+    number: int
+    name: str
+    title: str
+    question: str
+    minutes: int
+    lab_minutes: int
+    needs: str
 
 
 @dataclass(frozen=True)
@@ -107,10 +122,20 @@ def labs(root: Path = ROOT) -> dict[str, list[LabExercise]]:
     return found
 
 
-def map_minutes(root: Path = ROOT) -> dict[int, tuple[int, int]]:
-    """Minutes of each lesson and of its lab, as the course map states them."""
+def map_rows(root: Path = ROOT) -> list[MapRow]:
+    """The rows of the course map's table, one per lesson. Raises ValueError where a lesson has no row, or a row no lesson."""
     text = "\n".join(_source(cell) for cell in _cells(root / "lessons" / "00_start_here.ipynb"))
-    return {int(row[1]): (int(row[2]), int(row[3])) for row in _MAP_ROW.finditer(text)}
+    rows = [
+        MapRow(int(row[1]), row[3], row[2], row[4].strip(), int(row[5]), int(row[6]), row[7].strip())
+        for row in _MAP_ROW.finditer(text)
+    ]
+    names = [path.stem for path in sorted((root / "lessons").glob("0[1-9]_*.ipynb"))]
+    if [row.name for row in rows] != names:
+        raise ValueError(
+            f"the table of lessons/00_start_here.ipynb lists {', '.join(row.name for row in rows)}, and the folder holds "
+            f"{', '.join(names)}: give each lesson its row"
+        )
+    return rows
 
 
 def _cells(path: Path) -> list[dict]:
