@@ -154,7 +154,7 @@ def test_the_stack_tells_who_does_not_wait_where_the_beats_cannot(tmp_path):
 
 
 def test_the_command_watches_to_the_end_and_its_exit_code_says_whether_it_barked(tmp_path, capsys):
-    command = [sys.executable, "-m", "course_tools.monitoring", str(tmp_path), "--ranks", "2"]
+    command = [sys.executable, "-m", "course_tools", "watch", str(tmp_path), "--ranks", "2"]
     watching, ranks = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), []
     try:
         said = watching.stdout.readline()

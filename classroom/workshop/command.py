@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import sys
 from collections.abc import Sequence
+
+from course_tools.command_line import reports_errors, run_command
 
 # Each in a module of its own, imported for it alone: name -> (module, help).
 COMMANDS = {
@@ -26,21 +25,8 @@ a lab gone wrong     reset --lab 05
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@reports_errors
+def main(argv: Sequence[str]) -> int:
     """Run one command of the class; returns its exit code: 0, 1 for a problem that was found, 2 for bad input."""
-    parser = argparse.ArgumentParser(
-        prog="beyond class",
-        description="A class on one box.",
-        epilog=f"A day with them:\n\n{DAY}\nEach takes --help.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (_, words) in COMMANDS.items():
-        commands.add_parser(name, help=words, add_help=False)
-    given = sys.argv[1:] if argv is None else list(argv)
-    arguments, rest = parser.parse_known_args(given[:1])
-    return importlib.import_module(COMMANDS[arguments.command][0]).main([*rest, *given[1:]])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    epilog = f"A day with them:\n\n{DAY}\nEach takes --help."
+    return run_command(COMMANDS, argv, prog="beyond class", description="A class on one box.", epilog=epilog)

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from course_tools.axolotl.check import Report, check
-
-GOOD, MISTAKES, BAD_INPUT = 0, 1, 2  # exit codes
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the page of usage that argparse puts before it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message[:1].upper()}{message[1:]} (--help lists the options).")
+from course_tools.command_line import PROBLEM_FOUND, SUCCESS, ArgumentParser, print_json, reports_errors
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The options of the command."""
-    one = _Parser(
+    one = ArgumentParser(
         prog="beyond check",
         description="Read an Axolotl YAML: what it amounts to, and every mistake in it.",
-        allow_abbrev=False,
     )
     one.add_argument("config", metavar="RUN.yml", help="the YAML; its paths count from the working directory")
     one.add_argument("--gpus", default="4x24GiB", metavar="N x CARD", help="4x24GiB, 8xa100-80gb, 2x8xh100, 2xcpu")
@@ -34,16 +22,13 @@ def parser() -> argparse.ArgumentParser:
     return one
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Check one YAML. Returns 0; 1 if it holds mistakes; 2 after one sentence on stderr when it cannot be read."""
-    try:
-        given = parser().parse_args(argv)
-        report = check(given.config, gpus=given.gpus, deep=given.deep)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
-    print(json.dumps(report.as_dict(), indent=2, default=str) if given.json else _coloured(report))
-    return MISTAKES if report.errors else GOOD
+    given = parser().parse_args(argv)
+    report = check(given.config, gpus=given.gpus, deep=given.deep)
+    print_json(report.as_dict()) if given.json else print(_coloured(report))
+    return PROBLEM_FOUND if report.errors else SUCCESS
 
 
 def _coloured(report: Report) -> str:
@@ -57,7 +42,3 @@ def _coloured(report: Report) -> str:
         level = line.split(" ", 1)[0]
         lines.append(f"\033[{colours[level]}m{line[:8]}\033[0m{line[8:]}" if level in colours else line)
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from course_tools.clusters.job import Job
 from course_tools.clusters.writing import TARGETS, launch_files, options_of, start_command, write
-
-BAD_INPUT = 2  # exit code
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the page of usage that argparse puts before it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message[:1].upper()}{message[1:]} (--help lists the options).")
+from course_tools.command_line import ArgumentParser, reports_errors
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """``cluster write`` and ``cluster show`` with the settings of `Job`; ``cluster options`` of one target."""
-    made = _Parser(prog="beyond cluster", description="Launch files for a cluster.", allow_abbrev=False)
-    verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
+    made = ArgumentParser(prog="beyond cluster", description="Launch files for a cluster.")
+    verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, text in (("write", "write the files into --out"), ("show", "print the files, write nothing")):
-        one = verbs.add_parser(verb, help=text, allow_abbrev=False)
+        one = verbs.add_parser(verb, help=text)
         _settings(one)
         one.add_argument("--out", default="launch", metavar="DIR", help="folder of the files; default launch")
-    options = verbs.add_parser("options", help="what --set takes for a target", allow_abbrev=False)
+    options = verbs.add_parser("options", help="what --set takes for a target")
     options.add_argument("--target", required=True, metavar="TARGET", help=", ".join(TARGETS))
     return made
 
@@ -56,24 +47,21 @@ def _settings(one: argparse.ArgumentParser) -> None:
     one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="the target's own options")
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Returns 0, or 2 after one sentence on stderr when the input means nothing."""
-    try:
-        given = vars(parser().parse_args(argv))
-        verb, target = given.pop("verb"), given.pop("target")
-        if verb == "options":
-            print("\n".join(f"{name:15}{text}" for name, text in options_of(target).items()))
-            return 0
-        out, job = given.pop("out"), _job(given)
-        if verb == "show":
-            for name, text in launch_files(job, target, out).items():
-                print(f"# ---- {out}/{name}\n{text}")
-            print(start_command(job, target, out))
-            return 0
-        written = write(job, target, out)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
+    given = vars(parser().parse_args(argv))
+    verb, target = given.pop("verb"), given.pop("target")
+    if verb == "options":
+        print("\n".join(f"{name:15}{text}" for name, text in options_of(target).items()))
+        return 0
+    out, job = given.pop("out"), _job(given)
+    if verb == "show":
+        for name, text in launch_files(job, target, out).items():
+            print(f"# ---- {out}/{name}\n{text}")
+        print(start_command(job, target, out))
+        return 0
+    written = write(job, target, out)
     where = f"on each of the {job.num_nodes} machines" if target == "torchrun" and job.num_nodes > 1 else "to start it"
     print(f"wrote {', '.join(map(str, written.files))}\n{where}: {written.command}")
     return 0

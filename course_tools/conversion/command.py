@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+from course_tools.command_line import ArgumentParser, reports_errors
 from course_tools.conversion.merging import merge
 from course_tools.conversion.pieces import LAYOUTS
 from course_tools.conversion.splitting import seal, split
 
-DONE, BAD_INPUT = 0, 2  # exit codes
 
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+def parser() -> ArgumentParser:
+    made = ArgumentParser(
         prog="beyond convert",
         description="Split a Hugging Face checkpoint (Llama, Qwen2, Qwen3) into shards of TP x PP ranks, or merge them.",
         epilog="Exit code 0: done; 2: it could not be, and the sentence says why; nothing is left half-written.",
-        allow_abbrev=False,
     )
     commands = made.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("split", help="a folder for from_pretrained -> a folder of shards", allow_abbrev=False)
+    one = commands.add_parser("split", help="a folder for from_pretrained -> a folder of shards")
     _grid(one, "the Hugging Face checkpoint")
     one.add_argument("out", help="the folder to make")
     one.add_argument("--pad-vocab", action="store_true", help="megatron: pad the vocabulary to a multiple of 128 * tp")
-    one = commands.add_parser("merge", help="a folder of shards -> a folder for from_pretrained", allow_abbrev=False)
+    one = commands.add_parser("merge", help="a folder of shards -> a folder for from_pretrained")
     one.add_argument("folder", help="the shards, with config.json and manifest.json")
     one.add_argument("out", help="the folder to make")
-    one = commands.add_parser("seal", help="write manifest.json for shards that training wrote", allow_abbrev=False)
+    one = commands.add_parser("seal", help="write manifest.json for shards that training wrote")
     _grid(one, "the shards, with config.json")
     return made
 
@@ -43,14 +39,11 @@ def _grid(command: Any, folder: str) -> None:
     )
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Do what the options say; prints one line."""
     given = vars(parser().parse_args(argv))
     run = {"split": split, "merge": merge, "seal": seal}[given.pop("command")]
     paths = [given.pop(name) for name in ("folder", "out") if name in given]
-    try:
-        print(f"{run(*paths, **given)} is written.")
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
-    return DONE
+    print(f"{run(*paths, **given)} is written.")
+    return 0

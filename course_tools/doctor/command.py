@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
+from course_tools.command_line import ArgumentParser, print_json, reports_errors
 from course_tools.doctor.examining import examine
 from course_tools.doctor.findings import NOTE, OK, PROBLEM, Finding
 
@@ -17,9 +15,10 @@ MARKS = {OK: "ok     ", NOTE: "note   ", PROBLEM: "PROBLEM"}
 WIDTH = 110
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@reports_errors
+def main(argv: Sequence[str]) -> int:
     """Examine, and print what was found as it is found. Returns 1 if there is a problem, 0 otherwise."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="beyond doctor", description="What this machine can do for the course, in under 15 seconds."
     )
     parser.add_argument("--json", action="store_true", help="all findings as one JSON list")
@@ -39,7 +38,7 @@ def report(findings: Iterable[Finding], *, as_json: bool, good: str) -> int:
         if not as_json:
             print(text_of(finding), flush=True)
     if as_json:
-        print(json.dumps([asdict(finding) for finding in found], indent=2))
+        print_json([asdict(finding) for finding in found])
     else:
         print(summary(found, time.perf_counter() - began, good))
     return int(any(finding.level == PROBLEM for finding in found))
@@ -61,7 +60,3 @@ def summary(found: Sequence[Finding], seconds: float, good: str) -> str:
     else:
         end = good
     return f"{end} ({count[OK]} ok, {count[NOTE]} note{'s' * (count[NOTE] != 1)}, {seconds:.1f} s)"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

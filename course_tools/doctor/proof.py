@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
+
+from course_tools.command_line import ArgumentParser, reports_errors
 
 PARITY = 1e-5  # relative; fp32 gradients summed in another order differ by about 1e-7 after a few steps
 WIRE = 0.02  # relative; gloo adds a few hundred bytes of headers to each message
@@ -42,7 +43,8 @@ def prove(steps: int = 6) -> bool:
     return all(good for good, _ in findings)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@reports_errors
+def main(argv: Sequence[str]) -> int:
     """``beyond proof``: exit code 0 when everything agrees, 1 otherwise."""
-    argparse.ArgumentParser(prog="beyond proof", description=__doc__).parse_args(argv)
+    ArgumentParser(prog="beyond proof", description=__doc__).parse_args(argv)
     return 0 if prove() else 1

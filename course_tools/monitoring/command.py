@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
 
+from course_tools.command_line import PROBLEM_FOUND, SUCCESS, ArgumentParser, reports_errors
 from course_tools.monitoring.watching import Watchdog
 
-QUIET, ALARMED, BAD_INPUT = 0, 1, 2  # exit codes
 VARIABLE = "WATCHDOG_WEBHOOK"
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+def parser() -> ArgumentParser:
+    made = ArgumentParser(
         prog="beyond watch",
         description="Watch the heartbeats of a run's ranks until all have ended, and say which one hangs, and where.",
         epilog="Exit code 0: no alarm; 1: there was one; 2: the options mean nothing.",
-        allow_abbrev=False,
     )
     made.add_argument("folder", help="where the ranks' Heartbeat writes")
     made.add_argument("--ranks", type=int, required=True, metavar="N")
@@ -32,40 +29,33 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Watch until every rank is done, or until SIGINT or SIGTERM."""
     given = parser().parse_args(argv)
-    try:
-        watchdog = Watchdog(
-            given.folder,
-            ranks=given.ranks,
-            webhook=given.webhook or os.environ.get(VARIABLE, ""),
-            start_within=given.start_within,
-            name=given.name,
-            tell=_tell,
-        )
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
-    end = threading.Event()
+    watchdog = Watchdog(
+        given.folder,
+        ranks=given.ranks,
+        webhook=given.webhook or os.environ.get(VARIABLE, ""),
+        start_within=given.start_within,
+        name=given.name,
+        tell=_print_with_time,
+    )
+    stop = threading.Event()
     signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(which, lambda *_: end.set()) for which in signals]
+    before = [signal.signal(which, lambda *_: stop.set()) for which in signals]
     try:
-        _watch(watchdog, given, end)
+        with watchdog:
+            _print_with_time(f"watching {given.ranks} rank{'s' * (given.ranks > 1)} in {given.folder}")
+            while not stop.wait(0.2) and not watchdog.finished:
+                pass
+            if watchdog.finished:
+                _print_with_time("every rank is done.")
     finally:
         for which, handler in zip(signals, before, strict=True):
             signal.signal(which, handler)
-    return ALARMED if watchdog.alarms else QUIET
+    return PROBLEM_FOUND if watchdog.alarms else SUCCESS
 
 
-def _watch(watchdog: Watchdog, given: argparse.Namespace, end: threading.Event) -> None:
-    with watchdog:
-        _tell(f"watching {given.ranks} rank{'s' * (given.ranks > 1)} in {given.folder}")
-        while not end.wait(0.2) and not watchdog.finished:
-            pass
-        if watchdog.finished:
-            _tell("every rank is done.")
-
-
-def _tell(sentence: str) -> None:
+def _print_with_time(sentence: str) -> None:
     print(time.strftime("%H:%M:%S"), sentence, flush=True)

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
-import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from course_lib.memory import Breakdown, Shape, card, estimate
 from course_lib.memory.fitting import largest_micro_batch, longest_sequence
 from course_lib.memory.settings import CHOICES
 from course_lib.memory.shapes import written_shape
+from course_tools.command_line import ArgumentParser, print_json, reports_errors
 
 GIB = 2**30
-BAD_INPUT = 2  # exit code
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the page of usage that argparse puts before it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message[:1].upper()}{message[1:]} (--help lists the options).")
 
 
 def options() -> dict[str, inspect.Parameter]:
@@ -31,13 +22,9 @@ def options() -> dict[str, inspect.Parameter]:
     return {name: one for name, one in inspect.signature(estimate).parameters.items() if one.kind is one.KEYWORD_ONLY}
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """An option for each setting of `estimate`; what a value must be is `estimate`'s business."""
-    made = _Parser(
-        prog="beyond memory",
-        description="GPU memory of a training step, before it runs.",
-        allow_abbrev=False,
-    )
+    made = ArgumentParser(prog="beyond memory", description="GPU memory of a training step, before it runs.")
     made.add_argument(
         "--model",
         required=True,
@@ -59,18 +46,15 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Print one estimate. Returns 0, or 2 after one sentence on stderr when the input means nothing."""
-    try:
-        given = vars(parser().parse_args(argv))
-        as_json, model = given.pop("json"), written_shape(given.pop("model"))
-        need = estimate(model, **given)
-        room = None if given["card"] is None else _room(model, need, given)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
+    given = vars(parser().parse_args(argv))
+    as_json, model = given.pop("json"), written_shape(given.pop("model"))
+    need = estimate(model, **given)
+    room = None if given["card"] is None else _room(model, need, given)
     if as_json:
-        print(json.dumps({"model": model.name, "settings": given} | need.as_dict() | {"card": room}, indent=2))
+        print_json({"model": model.name, "settings": given} | need.as_dict() | {"card": room})
     else:
         print(table(model, need, given, room))
     return 0

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, NoReturn
+from typing import Any
 
 from course_lib.memory import Shape
 from course_lib.memory.settings import CHOICES
 from course_lib.memory.shapes import written_shape
 from course_lib.validation import pick
+from course_tools.command_line import PROBLEM_FOUND, SUCCESS, ArgumentParser, print_json, reports_errors
 from course_tools.planning import Answer, NoPlan, Plan, Settings, plan
 from course_tools.planning.answer import NAMES, words
 from course_tools.planning.files import TARGETS, targets_of, why_not, write
 from course_tools.planning.files.facts import seconds
 
 GIB = 2**30
-GOOD, NO_PLAN, BAD_INPUT = 0, 1, 2  # exit codes
 METHODS = CHOICES["method"]
 LONG = (
     32_768  # tokens: between 8,192, which Llama 3 405B trained unsplit, and 131,072, split over 16 (arXiv:2407.21783)
@@ -32,19 +31,11 @@ BOLD, DIM = "1", "2"
 NUMBERS = ("#", "GiB", "a step", "MFU", "days")  # set to the right
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the page of usage that argparse puts before it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message[:1].upper()}{message[1:]} (--help lists the options).")
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The options of the command."""
-    made = _Parser(
+    made = ArgumentParser(
         prog="beyond plan",
         description="Which way to train a model on given machines: ranked, with what limits each, and as files that run.",
-        allow_abbrev=False,
     )
     add = made.add_argument
     add(
@@ -75,25 +66,23 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Print ranked plans. Returns 0; 1 if nothing fits; 2 after one sentence on stderr when the input means nothing."""
+    given = parser().parse_args(argv)
+    if given.write is not None:
+        pick("--write", given.write, TARGETS)
     try:
-        given = parser().parse_args(argv)
-        if given.write is not None:
-            pick("--write", given.write, TARGETS)
         answer = plan(_model(given.model), given.gpus, **_question(given))
         written = _written(answer, given) if given.write else []
     except NoPlan as nothing:
-        print(json.dumps(_nothing(nothing), indent=2)) if given.json else print(_said(nothing), file=sys.stderr)
-        return NO_PLAN
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
+        print_json(_nothing(nothing)) if given.json else print(nothing, file=sys.stderr)
+        return PROBLEM_FOUND
     if given.json:
-        print(json.dumps(as_dict(answer) | {"written": written}, indent=2))
+        print_json(as_dict(answer) | {"written": written})
     else:
         print("\n".join([table(answer), *([""] + written if written else _offer(answer, given))]))
-    return GOOD
+    return SUCCESS
 
 
 def _question(given: argparse.Namespace) -> dict[str, Any]:
@@ -234,11 +223,3 @@ def _settings(one: Settings) -> dict[str, Any]:
 
 def _nothing(nothing: NoPlan) -> dict[str, Any]:
     return {"plans": [], "sentence": str(nothing), "missing_bytes": nothing.missing, "would": list(nothing.would)}
-
-
-def _said(nothing: NoPlan) -> str:
-    return str(nothing)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
