@@ -1,7 +1,6 @@
-"""The board as HTML. Jinja escapes every value by itself: nothing in a progress file or a name becomes markup.
+"""The board as one HTML file. Jinja escapes every value: nothing in a progress file or a name becomes markup.
 
-The policy that goes with the page allows a style and a script from this server and nothing else: no other host, no
-inline script, no frame, no form.
+The page's policy allows its own style and nothing else: no script, no other host, no frame, no form.
 """
 
 from __future__ import annotations
@@ -11,16 +10,12 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import cache
 from typing import Any
 
 from classroom.workshop import standing
-from classroom.workshop.class_files import Found
+from classroom.workshop.class_files import MOST_LEARNERS, Found
 from classroom.workshop.standing import Told
 from course_lib.notebook.contents import LabExercise
-
-NOTHING_ELSE = "default-src 'none'; base-uri 'none'; form-action 'none'"
-POLICY = f"{NOTHING_ELSE}; frame-ancestors 'none'; style-src 'self'; script-src 'self'; connect-src 'self'"
 
 STYLE = """\
 :root { color-scheme: light dark; --ink: #1b1b1b; --paper: #fff; --soft: #595959; --line: #b5b5b5; --done: #1b5e20;
@@ -30,9 +25,7 @@ STYLE = """\
 body { font: clamp(15px, 1.25vw, 26px)/1.35 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   margin: 1em 1.5em; }
 h1 { font-size: 1.5em; margin: 0 0 .3em; }
-p, nav { margin: .3em 0; }
-a { color: inherit; } a[aria-current] { font-weight: bold; text-decoration: none; }
-nav a { margin-right: .8em; }
+p { margin: .3em 0; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 caption, .soft, small { color: var(--soft); } caption { text-align: left; padding: .4em 0; }
@@ -44,27 +37,14 @@ td.stuck, td.bad, .failed { color: var(--stuck); overflow-wrap: anywhere; min-wi
 progress { display: block; width: 4em; height: .4em; accent-color: var(--done); }
 small { display: block; }
 """
-SCRIPT = """\
-"use strict";
-const board = document.getElementById("board"), state = document.getElementById("state");
-const failed = document.getElementById("failed"), every = 1000 * Number(document.body.dataset.every);
-let shown = "";
-async function look() {
-  try {
-    const answer = await fetch("/board" + location.search, { cache: "no-store" });
-    if (!answer.ok) throw new Error(answer.status);
-    const text = await answer.text();
-    if (text !== shown) { board.innerHTML = text; shown = text; }
-    state.textContent = "Last looked at " + new Date().toTimeString().slice(0, 8) + ".";
-    if (failed.textContent) failed.textContent = "";
-  } catch (error) {
-    if (!failed.textContent) failed.textContent = "The board no longer answers; this is how it was. It is asked again and again.";
-  }
-  setTimeout(look, every);
-}
-setTimeout(look, every);
-"""
-_FRAGMENT = """\
+_PAGE = """\
+<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>The class: Beyond One GPU</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+{%- if every %}<meta http-equiv="refresh" content="{{ every }}">{% endif %}
+<meta http-equiv="Content-Security-Policy" content="{{ policy }}"><style>{{ style|safe }}</style></head>
+<body><main><h1>The class</h1>
+<p class="soft">As of {{ now }}.</p>
 <div class="wide" role="region" aria-labelledby="caption" tabindex="0"><table>
 <caption id="caption">{{ rows|length }} learner{{ "" if rows|length == 1 else "s" }}. In each lab: exercises passed of how many there are, and how many were tried and not passed.
 {%- if cut %} No more than {{ cut }} are shown.{% endif %}</caption>
@@ -88,34 +68,19 @@ _FRAGMENT = """\
 </tbody>
 <tfoot><tr><th scope="row">Median passed</th>{% for median in medians %}<td>{{ median }}</td>{% endfor %}<td></td><td></td></tr></tfoot>
 </table></div>
-"""
-_PAGE = """\
-<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>The class: Beyond One GPU</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-{%- if style %}<meta http-equiv="Content-Security-Policy" content="{{ policy }}"><style>{{ style|safe }}</style>
-{%- else %}<link rel="stylesheet" href="/style.css"><script src="/board.js" defer></script>{% endif %}
-</head>
-<body data-every="{{ every }}"><main><h1>The class</h1>
-{%- if not style %}
-<nav aria-label="Order of the rows">Sorted by {% for one in orders %}<a href="/?sort={{ one }}"{% if one == order %} aria-current="true"{% endif %}>{{ one }}</a> {% endfor %}</nav>
-{%- endif %}
-<p id="state" class="soft">Last looked at {{ now }}.</p><p id="failed" class="failed" role="status"></p>
-<div id="board">{{ fragment|safe }}</div></main></body></html>
+</main></body></html>
 """
 
 
-@cache
-def _templates() -> Any:
+def page(
+    found: Sequence[Found[Told]],
+    labs: Mapping[str, Sequence[LabExercise]],
+    order: str = "name",
+    every: float | None = None,
+) -> str:
+    """The page: one row per learner, in one of `standing.ORDERS`; loaded again after `every` seconds, if given."""
     import jinja2
 
-    return jinja2.Environment(autoescape=True, loader=jinja2.DictLoader({"page": _PAGE, "fragment": _FRAGMENT}))
-
-
-def fragment(
-    found: Sequence[Found[Told]], labs: Mapping[str, Sequence[LabExercise]], order: str = "name", cut: int = 0
-) -> str:
-    """The table alone, as the page asks for it again and again; `cut` is the limit where learners were left out."""
     medians = standing.medians(found, labs)
     numbers = {lab: int(lab[:2]) for lab in labs}
     rows = []
@@ -133,19 +98,22 @@ def fragment(
             counts.append(tuple(map(sum, zip(*counts, strict=True))))
             row["cells"] = [{"passed": passed, "tried": tried, "of": of} for passed, tried, of in counts]
         rows.append(row)
-    middle = [f"{medians[lab]:g}" for lab in labs] + [f"{standing.median_of_all(found):g}"]
-    heads = [{"name": lab, "number": numbers[lab]} for lab in labs]
-    return _templates().get_template("fragment").render(rows=rows, labs=heads, medians=middle, cut=cut)
-
-
-def page(table: str, *, every: float, order: str, alone: bool = False) -> str:
-    """The whole page around `fragment`'s table; `alone` for a file that needs no server and does not refresh."""
     digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
-    return _templates().get_template("page").render(
-        fragment=table, every=f"{every:g}", order=order, orders=list(standing.ORDERS), style=STYLE if alone else "",
-        policy=f"{NOTHING_ELSE}; style-src 'sha256-{digest}'",
-        now=datetime.now().strftime("%Y-%m-%d %H:%M" if alone else "%H:%M:%S"),
-    )  # fmt: skip
+    text = (
+        jinja2.Environment(autoescape=True)
+        .from_string(_PAGE)
+        .render(
+            rows=rows,
+            labs=[{"name": lab, "number": numbers[lab]} for lab in labs],
+            medians=[f"{medians[lab]:g}" for lab in labs] + [f"{standing.median_of_all(found):g}"],
+            cut=MOST_LEARNERS if len(found) == MOST_LEARNERS else 0,
+            every=f"{every:g}" if every else "",
+            style=STYLE,
+            policy=f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'sha256-{digest}'",
+            now=datetime.now().strftime("%Y-%m-%d %H:%M:%S"),
+        )
+    )
+    return text.encode("utf-8", "replace").decode()
 
 
 def ago(seconds: float) -> str:

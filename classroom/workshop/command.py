@@ -10,7 +10,7 @@ from course_tools.command_line import reports_errors, run_command
 COMMANDS = {
     "preflight": ("classroom.workshop.preflight", "preflight --learners 16: whether this box carries the class"),
     "gpus": ("classroom.workshop.gpus", "who has which GPU, and who waits; gpus init lends them"),
-    "board": ("classroom.workshop.board", "board FOLDER: the class's progress on a page of this machine"),
+    "board": ("classroom.workshop.board", "board FOLDER: the class's progress as a page"),
     "reset": ("classroom.workshop.reset", "reset --lab 05: a lab back to its start, the work in it kept aside"),
     "pace": ("classroom.workshop.pace", "pace 5 --minutes 45: minutes of each section, and what to skip"),
     "notes": ("classroom.authoring.notes", "notes 5: the instructor's note on a lesson"),
@@ -20,7 +20,7 @@ DAY = """\
 the evening before   preflight --learners 16
 on a box with GPUs   gpus init /var/tmp/gpus, then gpus shows who has which, and who waits
 before a lesson      notes 5; pace 5 --minutes 45 --start 09:30; slides 5
-during the lab       board /srv/class (each learner's JupyterLab with BEYOND_ONE_GPU_HOME=/srv/class/NAME)
+during the lab       board /srv/class, then open board.html (each learner's JupyterLab with BEYOND_ONE_GPU_HOME=/srv/class/NAME)
 a lab gone wrong     reset --lab 05
 """
 
