@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib import checkpoints
-from course_lib.checkpoints import CheckpointError
+from course_lib.checkpoints import CheckpointError, fsdp
 from course_lib.checkpoints.errors import reason
 from course_lib.launch import RankFailed, launch
 from course_lib.models import tiny_llama
@@ -171,6 +171,7 @@ def on_a_full_disk(root: str) -> list[str]:
                 save(folder, 2, **target)
                 said.append("saved")
             except CheckpointError as error:
+                time.sleep(0.2 * dist.get_rank())  # rank 0 is in the next save by now
                 said.append(f"{sorted(os.listdir(folder))}: {error}")
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -185,6 +186,30 @@ def test_a_full_disk_keeps_the_older_one_and_tells_every_rank(private_tmp, tmp_p
     for sentence in first:
         assert sentence.startswith("['.lock', 'step-00000001']: step 2 was not saved in ")
         assert f"rank 1: {os.strerror(errno.EFBIG)} (" in sentence and "GB are free there" in sentence
+
+
+def without_room_for_the_random_numbers(root: str) -> tuple[str, int, list[str]]:
+    """Rank 1 fails before anything is written in the background. Returns (error, writers that began, what is left)."""
+    target, begun, prepare = target_of("fsdp"), [], fsdp.Writer.prepare_local_plan
+
+    def prepare_late(writer, plan):
+        begun.append(writer)
+        time.sleep(0.2)
+        return prepare(writer, plan)
+
+    fsdp.Writer.prepare_local_plan = prepare_late
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.save_async(root, 1, **target).result()
+    time.sleep(0.4)
+    return str(caught.value), len(begun), os.listdir(root)
+
+
+def test_no_thread_writes_after_a_rank_has_failed(private_tmp, tmp_path):
+    first, second = launch(without_room_for_the_random_numbers, str(tmp_path), ranks=2, quiet=True, timeout=60).results
+    assert first == second and first[1:] == (0, [".lock"])
+    assert f"rank 1: {os.strerror(errno.EFBIG)} (" in first[0]
 
 
 def test_a_full_disk_has_its_own_words(tmp_path):

@@ -31,6 +31,7 @@ class Draft:
         self.path = self.root / f"{folder.name(step)}{folder.PART}{uuid4().hex[:8]}"
         self.failed = f"step {step} was not saved in {self.root}"
         self._lock: FileLock | None = None
+        gather(None)  # a rank that is still leaving the last save, or looks at what it left, must not see this one
         with together(self.failed, self.root):
             if place()[0] == 0:
                 self._begin()

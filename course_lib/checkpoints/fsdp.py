@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
@@ -57,6 +58,15 @@ def write(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer |
     """Collective: every rank writes its shards below ``path``."""
     with alone_is_fine():
         dcp.save(state(model, optimizer, trainable_only), storage_writer=Writer(path / FOLDER))
+
+
+def write_copy(writer: Writer, copied: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Collective over ``group``: every rank writes what its ``writer`` has staged. None: this process is alone."""
+    if group is not None:
+        dcp.save(copied, storage_writer=writer, process_group=group)
+        return
+    with alone_is_fine():
+        dcp.save(copied, storage_writer=writer, no_dist=True)
 
 
 def read(

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from course_lib.checkpoints import fsdp, state, zero
 from course_lib.checkpoints.draft import Draft
@@ -86,19 +85,22 @@ def save_async(
     model, _ = check_target(model, None, optimizer, scheduler, "fsdp")
     head = _head(step, model, None, optimizer, extra, keep, trainable_only)
     draft = Draft(folder, step)
-    # the thread's collectives must not mix with the training's, so it gets a group of its own, on the host
-    group = dist.new_group(backend="gloo") if place()[1] > 1 else None
     with draft.writing() as path:
         state.write(path, place()[0], scheduler)
+    with draft.writing() as path:
         writer = fsdp.Writer(path / fsdp.FOLDER)
-        written = _staged(fsdp.state(model, optimizer, trainable_only), writer, group)
+        copied = writer.stage(fsdp.state(model, optimizer, trainable_only))
+    # No thread starts before every rank has come this far: one without its peers would wait for them for ever, and make
+    # folders again that rank 0 has just removed. The thread's collectives must not mix with the training's, so it gets a
+    # group of its own, on the host.
+    group = dist.new_group(backend="gloo") if place()[1] > 1 else None
     done: Future[Path] = Future()
 
     def finish() -> None:
         result: Path | BaseException
         try:
             with draft.writing(group):
-                written.result()
+                fsdp.write_copy(writer, copied, group)
             result = draft.publish(head, keep, group)
         except BaseException as error:  # carried to whoever asks for the result
             result = error
@@ -108,24 +110,6 @@ def save_async(
 
     threading.Thread(target=finish, name=f"checkpoint of step {step}").start()
     return done
-
-
-def _staged(found: dict[str, Any], writer: dcp.FileSystemWriter, group: dist.ProcessGroup | None) -> Future[Any]:
-    """DCP's own asynchronous save; where there is no process group, which it asks for, the same by hand."""
-    if group is not None:
-        return dcp.async_save(found, storage_writer=writer, process_group=group)
-    copied = writer.stage(found)
-    written: Future[Any] = Future()
-
-    def write() -> None:
-        try:
-            with fsdp.alone_is_fine():
-                written.set_result(dcp.save(copied, storage_writer=writer, no_dist=True))
-        except BaseException as error:
-            written.set_exception(error)
-
-    threading.Thread(target=write, name="checkpoint").start()
-    return written
 
 
 def check_target(model: Any, engine: Any, optimizer: Any, scheduler: Any, kind: str | None) -> tuple[Any, Any]:
