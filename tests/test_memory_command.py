@@ -79,7 +79,7 @@ def test_a_model_can_be_widths(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--model", "llama-3.1-8bb"], "No preset is called 'llama-3.1-8bb': the nearest are llama-3.1-8b, "),
+        (["--model", "llama-3.1-8bb"], "No model is called 'llama-3.1-8bb': the nearest are llama-3.1-8b, "),
         (["--model", "tiny", "--method", "qlor"], "method='qlor' is no choice: did you mean 'qlora'?"),
         (["--model", "tiny", "--seq-len", "long"], "Argument --seq-len: invalid int value: 'long' (--help lists the options)."),
         (["--model", "tiny", "--seq-len", "0"], "seq_len=0: give a whole number of at least 1."),

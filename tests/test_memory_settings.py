@@ -20,8 +20,8 @@ def config(kind: str, **more: object) -> SimpleNamespace:
 
 REFUSED = {
     # the issue's own list
-    "unknown preset": (("llama-4-8b", {}), "No preset is called 'llama-4-8b': the nearest are llama-3-8b, llama-3.1-8b, llama-2-7b." + OTHER),
-    "far from any preset": (("zzz", {}), "No preset is called 'zzz': the nearest are llama-3.1-8b, qwen3-0.6b." + OTHER),
+    "unknown preset": (("llama-4-8b", {}), "No model is called 'llama-4-8b': the nearest are llama-3-8b, llama-3.1-8b, llama-2-7b." + OTHER),
+    "far from any preset": (("zzz", {}), "No model is called 'zzz': the nearest are llama-3.1-8b, qwen3-0.6b." + OTHER),
     "heads": ((LLAMA, {"tensor_parallel": 3}), "llama-3.1-8b has 32 heads: tensor_parallel=3 does not divide them."),
     "more ranks than heads": ((LLAMA, {"tensor_parallel": 64}), "llama-3.1-8b has 32 heads: tensor_parallel=64 does not divide them."),
     "kv heads": (("qwen2.5-7b", {"tensor_parallel": 7}), "qwen2.5-7b has 4 kv heads: tensor_parallel=7 neither divides nor repeats them."),

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from course_lib.memory import shape_of
 from course_lib.parallel.grid import Grid
 from course_tools.planning import check_settings, plan
 from course_tools.planning.cases import CASES
-from course_tools.planning.models import model_shape
 
 TABLE = Path(__file__).parent / "published" / "closed_form.csv"
 with TABLE.open(newline="", encoding="utf-8") as lines:
@@ -43,7 +43,7 @@ def test_a_case_asks_what_the_published_row_says(row: str) -> None:
         assert case.question().machines.gpus == given["gpus"] == case.grid.size
         assert (case.grid.tp, case.grid.pp, case.seq_len) == (given["tp"], given["pp"], given["seq"])
     if "hidden" in given:
-        shape = model_shape(case.model)
+        shape = shape_of(case.model)
         assert (shape.layers, shape.hidden, shape.heads, shape.vocab) == tuple(
             given[name] for name in ("layers", "hidden", "heads", "vocab")
         )

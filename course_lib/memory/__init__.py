@@ -5,8 +5,8 @@ from course_lib.memory.cards import CARDS, Card, card
 from course_lib.memory.compute import flops_per_token, parameter_counts
 from course_lib.memory.estimate import estimate
 from course_lib.memory.fitting import largest_micro_batch, longest_sequence, methods_that_fit
-from course_lib.memory.presets import PRESETS
-from course_lib.memory.shapes import Shape, shape_of
+from course_lib.memory.presets import PRESETS, shape_of
+from course_lib.memory.shapes import Shape
 from course_lib.memory.states import state_bytes
 from course_lib.memory.training_time import training_days
 from course_lib.memory.utilization import hfu, mfu

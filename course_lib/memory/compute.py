@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from course_lib.memory.shapes import Shape, shape_of
+from course_lib.memory.presets import shape_of
+from course_lib.memory.shapes import Shape
 from course_lib.validation import pick, positive
 
 COUNTED = ("matrices", "all", "without_embedding")

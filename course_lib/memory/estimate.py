@@ -9,8 +9,9 @@ from course_lib.memory.breakdown import Breakdown
 from course_lib.memory.cards import Card
 from course_lib.memory.moments import sizes, stage
 from course_lib.memory.moments import step as one_step
+from course_lib.memory.presets import shape_of
 from course_lib.memory.run_choices import run_of
-from course_lib.memory.shapes import Shape, shape_of
+from course_lib.memory.shapes import Shape
 from course_lib.memory.sharded import BUCKET_ELEMENTS
 from course_lib.validation import check_counts
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from course_lib.memory.cards import Card, card
 from course_lib.memory.estimate import estimate
+from course_lib.memory.presets import shape_of
 from course_lib.memory.settings import CHOICES
-from course_lib.memory.shapes import Shape, shape_of
+from course_lib.memory.shapes import Shape
 from course_lib.validation import check_counts, positive
 
 OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from course_lib.memory.shapes import Shape, shape_of
+from course_lib.memory.presets import shape_of
+from course_lib.memory.shapes import Shape
 from course_lib.validation import pick, positive
 
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cache
-from typing import Any
+from dataclasses import dataclass, fields
 
 from course_lib.validation import check_counts
 
@@ -125,92 +120,3 @@ def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, positions: int
         layers, hidden, heads, vocab, gated=False, tied=True, attention_bias=True, out_bias=True, mlp_bias=True,
         norm_bias=True, positions=positions, name=name,
     )  # fmt: skip
-
-
-def shape_of(model: str | Shape | Mapping[str, Any] | Any) -> Shape:
-    """The shape behind a preset's name, a mapping of :class:`Shape`'s fields, or a transformers configuration or model.
-
-    Raises:
-        ValueError: a name that is no preset (the nearest are offered), or something that has no widths.
-    """
-    if isinstance(model, Shape):
-        return model
-    if isinstance(model, str):
-        return _preset(model)
-    if isinstance(model, Mapping):
-        unknown = set(model) - {field.name for field in fields(Shape)}
-        if unknown:
-            near = difflib.get_close_matches(sorted(unknown)[0], [field.name for field in fields(Shape)], 1)
-            raise ValueError(
-                f"A shape has no {sorted(unknown)[0]!r}" + (f": did you mean {near[0]!r}?" if near else ".")
-            )
-        missing = [name for name in ("layers", "hidden", "heads", "vocab") if name not in model]
-        if missing:
-            raise ValueError(f"A shape needs layers, hidden, heads and vocab: {missing[0]} is missing.")
-        return Shape(**model)
-    config = getattr(model, "config", model)
-    config = getattr(config, "text_config", None) or config  # the language model inside a multimodal one
-    if not all(hasattr(config, name) for name in ("num_hidden_layers", "hidden_size", "vocab_size")):
-        raise ValueError(f"No model can be read from {type(model).__name__}: give a preset's name, a config or widths.")
-    return _from_config(config)
-
-
-def written_shape(text: str) -> Shape:
-    """The shape behind what a command line says: a preset's name, or widths written as layers=2,hidden=64,…
-
-    Raises:
-        ValueError: an unknown name, a width that is no number.
-    """
-    if "=" not in text:
-        return shape_of(text)
-    widths: dict[str, Any] = {}
-    for item in text.split(","):
-        name, _, value = item.partition("=")
-        flag = {"true": True, "false": False}.get(value.strip().lower())
-        if flag is None and not value.strip().isdecimal():
-            raise ValueError(f"--model {item.strip()}: give a width as name=number, or name=true for a property.")
-        widths[name.strip()] = int(value) if flag is None else flag
-    return shape_of(widths)
-
-
-def _from_config(config: Any) -> Shape:
-    kind = getattr(config, "model_type", "")
-    if getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0):
-        raise ValueError(f"{kind} is a mixture of experts: the course's memory model knows dense models only.")
-    if kind == "gpt2":
-        return replace(
-            gpt(config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.vocab_size,
-                config.max_position_embeddings, "gpt2"),
-            tied=config.tie_word_embeddings,
-        )  # fmt: skip
-    if kind not in ("llama", "mistral", "qwen2", "qwen3", "smollm3"):
-        raise ValueError(f"model_type {kind!r} is not known here: give its widths, as in estimate(dict(layers=…, …)).")
-    bias = kind == "qwen2" or bool(getattr(config, "attention_bias", False))
-    return Shape(
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        vocab=config.vocab_size,
-        kv_heads=getattr(config, "num_key_value_heads", None) or 0,
-        head_dim=getattr(config, "head_dim", None) or 0,
-        intermediate=config.intermediate_size,
-        tied=bool(config.tie_word_embeddings),
-        attention_bias=bias,
-        out_bias=bias and kind != "qwen2",
-        mlp_bias=bool(getattr(config, "mlp_bias", False)),
-        qk_norm=kind == "qwen3",
-        name=getattr(config, "_name_or_path", "") or kind,
-    )
-
-
-@cache
-def _preset(name: str) -> Shape:
-    from course_lib.memory.presets import PRESETS
-
-    key = re.sub(r"[-_]?(instruct|base|hf|chat|it)$", "", name.strip().lower().rpartition("/")[2]).removeprefix("meta-")
-    if key in PRESETS:
-        return PRESETS[key]
-    near = difflib.get_close_matches(key, PRESETS, 3, 0.4) or ["llama-3.1-8b", "qwen3-0.6b"]
-    raise ValueError(
-        f"No preset is called {name!r}: the nearest are {', '.join(near)}. A config or widths will do too."
-    )

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from course_lib.memory.shapes import Shape, shape_of
+from course_lib.memory.presets import shape_of
+from course_lib.memory.shapes import Shape
 from course_lib.validation import pick
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from course_lib.memory.cards import Card, card
 from course_lib.memory.compute import flops_per_token, weights_counted
-from course_lib.memory.shapes import Shape, shape_of
+from course_lib.memory.presets import shape_of
+from course_lib.memory.shapes import Shape
 from course_lib.validation import positive
 
 

@@ -9,8 +9,8 @@ from course_tools.planning.constants import CONSTANTS, Constants
 from course_tools.planning.costs import MFU_DEFINITION
 from course_tools.planning.judging import Verdict, check_settings
 from course_tools.planning.machines import Machines, machines
+from course_tools.planning.planner import plan
 from course_tools.planning.procedure import Procedure, procedure
-from course_tools.planning.search import plan
 
 __all__ = [
     "CONSTANTS", "MFU_DEFINITION", "Answer", "Constants", "Grid", "Machines", "NoPlan", "Plan", "Procedure", "Refusal",

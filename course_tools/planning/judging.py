@@ -11,9 +11,10 @@ from course_lib.parallel.grid import Grid
 from course_lib.validation import pick
 from course_tools.planning.answer import GIB, NoPlan, Plan, Refusal, words
 from course_tools.planning.machines import Machines
+from course_tools.planning.planner import plan
 from course_tools.planning.question import METHODS, STRATEGIES, Question, question
 from course_tools.planning.refusing import refusal
-from course_tools.planning.search import NoVariant, best_of, measured, plan
+from course_tools.planning.search import NoVariant, best_of, measured
 from course_tools.planning.space import goes, micro_batches
 from course_tools.planning.table import Way
 

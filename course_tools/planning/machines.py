@@ -8,8 +8,8 @@ from typing import Any
 
 from course_lib.collectives.links import Cluster, Link, link
 from course_lib.memory import CARDS, Card
+from course_lib.memory.cards import read_cards
 from course_lib.validation import check_counts
-from course_tools.axolotl.check.gpus import cluster as read_cards
 
 # What such cards are usually sold in. Inside a node; between nodes; network cards of a node (0: one for each GPU).
 WIRING: dict[str, tuple[str, str, int]] = {

@@ -9,8 +9,8 @@ from typing import Any
 
 from course_lib.memory import Breakdown, Shape, card, estimate
 from course_lib.memory.fitting import largest_micro_batch, longest_sequence
+from course_lib.memory.presets import written_shape
 from course_lib.memory.settings import CHOICES
-from course_lib.memory.shapes import written_shape
 from course_tools.command_line import ArgumentParser, print_json, reports_errors
 
 GIB = 2**30

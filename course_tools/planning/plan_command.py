@@ -10,8 +10,8 @@ from dataclasses import fields
 from typing import Any
 
 from course_lib.memory import Shape
+from course_lib.memory.presets import written_shape
 from course_lib.memory.settings import CHOICES
-from course_lib.memory.shapes import written_shape
 from course_lib.validation import pick
 from course_tools.command_line import PROBLEM_FOUND, SUCCESS, ArgumentParser, print_json, reports_errors
 from course_tools.planning import Answer, NoPlan, Plan, Settings, plan

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from course_lib.memory import Shape
+from course_lib.memory import Shape, shape_of
 from course_lib.memory.settings import CHOICES, check_card
 from course_lib.validation import check_counts, pick, positive
 from course_tools.planning.constants import CONSTANTS, Constants
 from course_tools.planning.machines import Machines, machines
-from course_tools.planning.models import model_shape
 
 METHODS = CHOICES["method"]
 STRATEGIES = CHOICES["strategy"]
@@ -67,7 +66,7 @@ def question(
     constants: Constants = CONSTANTS,
 ) -> Question:
     """The question, or ValueError with one sentence about what is wrong with it."""
-    shape, on = model_shape(model), machines(cluster)
+    shape, on = shape_of(model), machines(cluster)
     check_counts(global_batch=global_batch, seq_len=seq_len, lora_rank=lora_rank)
     given: dict[str, Any] = {}
     for name, values, known in (

@@ -1,4 +1,4 @@
-"""`plan`: which way to train a model on given machines is the fastest of those that fit.
+"""The search behind `plan`: which settings are the fastest of those that fit.
 
 Every setting is timed, which is quick (`costs`); then, the fastest first, those that may fit are held against
 `course_lib.memory.estimate` until there are enough. So nothing that is slower than the answer is ever estimated, and
@@ -8,23 +8,19 @@ nothing that is faster is left out: `bounds` only removes what cannot fit.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from course_lib.memory import Shape
 from course_lib.parallel.grid import Grid
-from course_lib.validation import check_counts
-from course_tools.planning.answer import Answer, Plan, Settings
+from course_tools.planning.answer import Plan, Settings
 from course_tools.planning.bounds import least_bytes
-from course_tools.planning.constants import CONSTANTS, Constants
 from course_tools.planning.costs import model_flops, step_parts
 from course_tools.planning.fit import Needs, needs
 from course_tools.planning.limits import limit_of
-from course_tools.planning.machines import Machines
-from course_tools.planning.question import AXES, CHECKPOINTING, METHODS, OFFLOAD, STRATEGIES, Question, question
+from course_tools.planning.question import CHECKPOINTING, OFFLOAD, Question
 from course_tools.planning.space import table as whole_space
 from course_tools.planning.table import Table, table_of
 
@@ -34,70 +30,6 @@ SIMPLER = {
     "single": 0, "ddp": 0, "zero1": 1, "zero2": 1.25, "fsdp": 1.5, "zero3": 1.75, "none": 0, "optimizer": 3, "all": 4,
     "full": 0, "lora": 0, "qlora": 0.5,
 }  # fmt: skip
-
-
-def plan(
-    model: str | Shape | Any,
-    cluster: str | Machines,
-    *,
-    global_batch: int,
-    seq_len: int,
-    methods: Sequence[str] = METHODS,
-    strategies: Sequence[str] = STRATEGIES,
-    checkpointing: Sequence[str] = CHECKPOINTING,
-    offload: Sequence[str] = OFFLOAD,
-    axes: Sequence[str] = AXES,
-    sequence_parallel: bool = True,
-    interleave: bool = True,
-    precision: str | None = None,
-    attention: str = "flash",
-    lora_rank: int = 16,
-    tokens: float | None = None,
-    constants: Constants = CONSTANTS,
-    keep: int = 10,
-    prune: bool = True,
-) -> Answer:
-    """The fastest ways to train that fit, and the first things that do not.
-
-    Args:
-        model: a preset's name, a Shape, a mapping of widths, a transformers configuration.
-        cluster: the machines, "2x24GiB", "2x8xh100-80gb", or a `Machines`.
-        global_batch: sequences of one optimizer step. seq_len: tokens a sequence.
-        methods, strategies, checkpointing, offload: what may be chosen, names as of `course_lib.memory.estimate`. Methods
-            train different things, and LoRA's steps are shorter than full training's: name the one you want.
-        axes: of "dp", "tp", "pp", "cp", those along which there may be more than one rank.
-        sequence_parallel, interleave: whether norms may be split along the sequence, and stages have several chunks.
-        precision: None: bf16-mixed, on a card without bf16 fp16-mixed, on CPU ranks fp32.
-        attention: "flash" or "eager". lora_rank: of the adapters.
-        tokens: to train on; gives `Plan.days`.
-        constants: of the cost model.
-        keep: plans to return. Each method that fits at all is among them.
-        prune: False holds every setting against `estimate`; for tests.
-
-    Raises:
-        ValueError: an unknown model, card or choice, a number below 1, a batch that no rank count divides.
-        NoPlan: nothing fits; it says by how much, and what would.
-    """
-    asked = question(
-        model, cluster, global_batch=global_batch, seq_len=seq_len, methods=methods, strategies=strategies,
-        checkpointing=checkpointing, offload=offload, axes=axes, sequence_parallel=sequence_parallel,
-        interleave=interleave, precision=precision, attention=attention, lora_rank=lora_rank, tokens=tokens, constants=constants,
-    )  # fmt: skip
-    check_counts(keep=keep)
-    from course_tools.planning.refusing import nothing_fits, refusals
-
-    found = Search(asked, keep, prune)
-    if not found.plans:
-        raise nothing_fits(found)
-    return Answer(
-        found.plans,
-        refusals(found),
-        found.grids,
-        len(found.table),
-        found.estimated,
-        found.seconds(),
-        asked.machines.note,
-    )
 
 
 def best_of(asked: Question, grid: Grid, **fixed: Any) -> tuple[Plan | None, Search]:

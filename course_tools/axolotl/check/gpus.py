@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from course_lib.memory import CARDS, Card, card
-
-MOST = 1_000_000
-
-# NVIDIA's table of compute capabilities. A card that is known by its memory alone has none.
-CAPABILITY: dict[str, tuple[int, int]] = {
-    "t4": (7, 5), "v100-16gb": (7, 0), "v100-32gb": (7, 0), "rtx3090": (8, 6), "rtx4090": (8, 9), "rtx5090": (12, 0),
-    "l4": (8, 9), "a10g": (8, 6), "l40s": (8, 9), "a6000": (8, 6), "a100-40gb": (8, 0), "a100-80gb": (8, 0),
-    "h100-80gb": (9, 0), "h200": (9, 0), "b200": (10, 0),
-}  # fmt: skip
+from course_lib.memory.cards import Card, read_cards
 
 
 @dataclass(frozen=True)
@@ -53,27 +43,5 @@ def cluster(text: str | Cluster) -> Cluster:
     """
     if isinstance(text, Cluster):
         return text
-    if not isinstance(text, str):
-        raise ValueError(f"gpus={text!r}: give cards such as '4x24GiB', '8xa100-80gb' or '2x8xh100' (2 machines).")
-    *counts, name = re.split(r"\s*[xX×*]\s*", re.sub("(?i)rtx", "rt~", text.strip()))  # the x of rtx4090 parts nothing
-    if len(counts) > 2 or not all(re.fullmatch(r"\d{1,7}", count) and 0 < int(count) <= MOST for count in counts):
-        raise ValueError(
-            f"{text!r} is no number of cards: write 4x24GiB, 8xa100-80gb, or 2x8xh100 for 2 machines of 8 cards."
-        )
-    nodes, per_node = ([1, 1] + [int(count) for count in counts])[-2:]
-    name = name.replace("rt~", "rtx")
-    if name.lower() == "cpu":
-        return Cluster(nodes, per_node, None, None)
-    found = card(_whole(name))
-    return Cluster(nodes, per_node, found, CAPABILITY.get(found.name))
-
-
-def _whole(name: str) -> str:
-    """h100 for h100-80gb: a name that is the beginning of one card's only."""
-    low = name.lower()
-    if low in CARDS:
-        return low
-    full = [known for known in CARDS if name and known.startswith(low + "-")]
-    if len(full) > 1:
-        raise ValueError(f"{name!r} comes in several sizes: write {' or '.join(full)}.")
-    return full[0] if full else name
+    found = read_cards(text)
+    return Cluster(*found, found.card.capability if found.card else None)

@@ -42,7 +42,7 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
             f"{getattr(plan, split[0])}"
         )
     if split == ["cp"]:
-        return f"{ROOM}.context_parallel", given | {"dp": plan.dp, "seq_len": min(plan.seq_len, TINY_LENGTH)}
+        return f"{ROOM}.sequence.context_parallel", given | {"dp": plan.dp, "seq_len": min(plan.seq_len, TINY_LENGTH)}
     if "cp" in split:
         raise Refused(
             f"course_lib.training.sequence.context_parallel splits sequences and nothing else, and the plan joins cp={plan.cp} with "
@@ -55,7 +55,7 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
     given["accumulate"] = plan.micro_batches
     if plan.strategy == "fsdp":
         refuse_offload_of_fsdp(plan)
-        return f"{ROOM}.fsdp", given | {
+        return f"{ROOM}.sharded.fsdp", given | {
             "method": plan.method, "model": model, "precision": plan.precision, "offload": plan.offload == "all",
             "checkpointing": plan.checkpointing, "lora_rank": plan.lora_rank,
         }  # fmt: skip
@@ -64,8 +64,8 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
             f"The course's own programs train {plan.method} on one device and under FSDP2, not under {plan.strategy}"
         )
     if plan.strategy == "ddp":
-        return f"{ROOM}.ddp", given
-    return f"{ROOM}.zero", given | {
+        return f"{ROOM}.data_parallel.ddp", given
+    return f"{ROOM}.sharded.zero", given | {
         "stage": ZERO_STAGES[plan.strategy], "precision": PRECISIONS[plan.precision], "offload": plan.offload,
         "checkpointing": plan.checkpointing,
     }  # fmt: skip
@@ -76,7 +76,7 @@ def _single(plan: Plan, model: str, given: dict[str, Any]) -> tuple[str, dict[st
     if plan.method == "full" and model == "tiny":
         return f"{ROOM}.single", given | {"accumulate": plan.micro_batches}
     del given["global_batch"]
-    return f"{ROOM}.qlora", given | {
+    return f"{ROOM}.finetune.qlora", given | {
         "model": model, "method": plan.method, "micro_batch": plan.micro_batch, "accumulate": plan.micro_batches,
         "precision": plan.precision, "checkpointing": plan.checkpointing, "attention": plan.attention,
         "lora_rank": plan.lora_rank,
@@ -88,9 +88,9 @@ def _split(plan: Plan, split: list[str], model: str, given: dict[str, Any]) -> t
     stages = plan.pp * plan.chunks
     layers = -(-LAYERS // stages) * stages  # of the tiny Llama
     if model == "tiny" and split == ["tp"] and plan.dp == 1 and plan.micro_batches == 1 and plan.tp <= TINY_KV_HEADS:
-        return f"{ROOM}.tensor_parallel", given | {"sequence_parallel": plan.sequence_parallel}
+        return f"{ROOM}.tensor.tensor_parallel", given | {"sequence_parallel": plan.sequence_parallel}
     if model == "tiny" and split == ["pp"] and plan.dp == 1:
-        return f"{ROOM}.pipeline", given | {
+        return f"{ROOM}.pipeline.pipeline_parallel", given | {
             "schedule": "interleaved" if plan.chunks > 1 else "1f1b", "micro_batches": plan.micro_batches,
             "chunks": plan.chunks, "layers": layers,
         }  # fmt: skip
