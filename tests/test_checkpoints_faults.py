@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib import checkpoints
-from course_lib.checkpoints import CheckpointError, fsdp
+from course_lib.checkpoints import CheckpointError, sharded_state
 from course_lib.checkpoints.errors import reason
 from course_lib.launch import RankFailed, launch
 from course_lib.models import tiny_llama
@@ -190,14 +190,14 @@ def test_a_full_disk_keeps_the_older_one_and_tells_every_rank(private_tmp, tmp_p
 
 def without_room_for_the_random_numbers(root: str) -> tuple[str, int, list[str]]:
     """Rank 1 fails before anything is written in the background. Returns (error, writers that began, what is left)."""
-    target, begun, prepare = target_of("fsdp"), [], fsdp.Writer.prepare_local_plan
+    target, begun, prepare = target_of("fsdp"), [], sharded_state.Writer.prepare_local_plan
 
     def prepare_late(writer, plan):
         begun.append(writer)
         time.sleep(0.2)
         return prepare(writer, plan)
 
-    fsdp.Writer.prepare_local_plan = prepare_late
+    sharded_state.Writer.prepare_local_plan = prepare_late
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
     with pytest.raises(CheckpointError) as caught:

@@ -1,15 +1,12 @@
-"""The folder of checkpoints and what may stand in it: names, order, tampering, pickles. No ranks are started."""
+"""The folder of checkpoints and what may stand in it: names, order, damage, pickles. No ranks are started."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import pickle
 import random
 import shutil
-import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +15,8 @@ import torch
 from filelock import FileLock
 
 from course_lib import checkpoints
-from course_lib.checkpoints import CheckpointError, manifest, pickles, state
-from course_lib.checkpoints.together import together
+from course_lib.checkpoints import CheckpointError, deepspeed_state, manifest
+from course_lib.checkpoints.errors import together
 
 
 def small(width: int = 4) -> torch.nn.Module:
@@ -52,16 +49,14 @@ def load(where: Path, **more):
     return checkpoints.load(where, model=small(), **more)
 
 
-def rewrite(checkpoint: Path, change) -> None:
-    """What somebody who knows the format can do: other contents, and a manifest that agrees with them."""
-    told = json.loads((checkpoint / manifest.NAME).read_text())
-    del told["checksum"]
-    change(told)
-    for name in told["files"]:
-        if (checkpoint / name).is_file():
-            raw = (checkpoint / name).read_bytes()
-            told["files"][name] = [len(raw), hashlib.sha256(raw).hexdigest()]
-    (checkpoint / manifest.NAME).write_text(json.dumps({**told, "checksum": manifest._checksum(told)}))
+def replace_file(checkpoint: Path, name: str, content) -> None:
+    """Save ``content`` as one of a checkpoint's files, and make its manifest agree."""
+    torch.save(content, checkpoint / name)
+    fields = json.loads((checkpoint / manifest.NAME).read_text())
+    del fields["checksum"]
+    raw = (checkpoint / name).read_bytes()
+    fields["files"][name] = [len(raw), hashlib.sha256(raw).hexdigest()]
+    (checkpoint / manifest.NAME).write_text(json.dumps({**fields, "checksum": manifest._checksum(fields)}))
 
 
 def test_a_plain_model_without_ranks_comes_back_whole(tmp_path):
@@ -147,9 +142,8 @@ def test_the_newest_whole_one_is_found_and_the_others_are_named(folder, capsys):
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2 and "step-00000004.part-0123abcd was never finished." in said[0]
     assert "__0_0.distcp has 5 bytes instead of" in said[1]
-    assert [(one.step, bool(one.problem)) for one in checkpoints.survey(folder)] == [
-        (4, True), (3, True), (2, False), (1, False)
-    ]  # fmt: skip
+    found = [(one.step, bool(one.problem)) for one in checkpoints.survey(folder)]
+    assert found == [(4, True), (3, True), (2, False), (1, False)]
     assert load(folder)["at"] == 2
     model, optimizer = trained()
     checkpoints.save(folder, 4, model=model, optimizer=optimizer)
@@ -195,8 +189,6 @@ DAMAGE = {
     "a flipped bit": (lambda c: flip(c / "fsdp/__0_0.distcp"), "has other bytes than when it was saved"),
     "a shorter file": (lambda c: os.truncate(c / "fsdp/__0_0.distcp", 100), "has 100 bytes instead of"),
     "a missing file": (lambda c: (c / "random-00000.pt").unlink(), "lacks its file random-00000.pt"),
-    "a file too many": (lambda c: (c / "fsdp/__9_0.distcp").write_text("x"), "that its manifest does not name"),
-    "a link": (lambda c: (c / "fsdp/__9_0.distcp").symlink_to("/etc/hostname"), "is a link or no plain file"),
     "no manifest": (lambda c: (c / "manifest.json").unlink(), "no finished checkpoint is there"),
     "half a manifest": (lambda c: os.truncate(c / "manifest.json", 100), "is no JSON: it was truncated"),
     "deep JSON": (lambda c: (c / "manifest.json").write_text("[" * 100_000), "is no JSON"),
@@ -228,33 +220,6 @@ def test_what_is_damaged_is_refused_and_the_model_and_the_older_one_stay(what, f
         assert "step-00000001 is whole." in str(refused.value)
 
 
-FIELDS = {
-    "a way out": (lambda told: told["files"].update({"../../secret": [1, "0" * 64]}), "leads out of the checkpoint"),
-    "an absolute name": (lambda told: told["files"].update({"/etc/passwd": [1, "0" * 64]}), "leads out of"),
-    "a negative step": (lambda told: told.update(step=-1), "step=-1 is no number of steps"),
-    "true steps": (lambda told: told.update(step=True), "step=True is no number of steps"),
-    "no ranks": (lambda told: told.update(world_size=0), "world_size=0 is no number of ranks"),
-    "a strange kind": (lambda told: told.update(kind="pickle"), "kind='pickle' is not one of"),
-    "a stage": (lambda told: told.update(zero_stage=2), "zero_stage=2 does not go with kind='fsdp'"),
-    "shapes of words": (lambda told: told["model"].update(x=["float32", ["4"]]), "'x' has no dtype and shape"),
-    "a field too few": (lambda told: told.pop("extra"), r"fields \['extra'\] are missing or unknown"),
-    "a field too many": (lambda told: told.update(run="me"), r"fields \['run'\] are missing or unknown"),
-    "files as a list": (lambda told: told.update(files=[]), "files is no table"),
-}
-
-
-@pytest.mark.parametrize("what", FIELDS)
-def test_a_manifest_is_somebody_else_s_input(what, folder):
-    change, sentence = FIELDS[what]
-    path = folder / "step-00000002" / manifest.NAME
-    told = json.loads(path.read_text())
-    del told["checksum"]
-    change(told)
-    path.write_text(json.dumps({**told, "checksum": manifest._checksum(told)}))
-    with pytest.raises(CheckpointError, match=sentence):
-        load(folder / "step-00000002")
-
-
 class Evil:
     """A pickle that makes a file when it is opened blindly."""
 
@@ -272,72 +237,29 @@ def evil(tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
-def test_dcp_s_metadata_is_not_unpickled_blindly(folder, evil):
-    checkpoint = folder / "step-00000002"
-    (checkpoint / "fsdp" / ".metadata").write_bytes(pickle.dumps(evil))
-    rewrite(checkpoint, lambda told: None)
-    for attempt in (load, checkpoints.weights):
-        with pytest.raises(CheckpointError, match=r"it names (posix|nt)\.mkdir, which no checkpoint of ours does"):
-            attempt(checkpoint)
-    with pytest.raises(CheckpointError, match="it names torch.load"):
-        (checkpoint / "fsdp" / ".metadata").write_bytes(b"ctorch\nload\n(S'x'\ntR.")
-        rewrite(checkpoint, lambda told: None)
-        load(checkpoint)
-    with pytest.raises(CheckpointError, match=r"it names torch\.Size\.__class__"):
-        (checkpoint / "fsdp" / ".metadata").write_bytes(b"\x80\x04\x8c\x05torch\x8c\x0eSize.__class__\x93.")
-        rewrite(checkpoint, lambda told: None)
-        load(checkpoint)
-
-
-def test_dcp_s_metadata_leads_to_no_other_file(folder):
-    checkpoint = folder / "step-00000002"
-    path = checkpoint / "fsdp" / ".metadata"
-    told = pickle.loads(path.read_bytes())  # our own
-    told.storage_data = {
-        key: replace(info, relative_path="../../step-00000001/fsdp/__0_0.distcp")
-        for key, info in told.storage_data.items()
-    }
-    path.write_bytes(pickle.dumps(told))
-    rewrite(checkpoint, lambda told: None)
-    with pytest.raises(CheckpointError, match="leads to '../../step-00000001/fsdp/__0_0.distcp'"):
-        load(checkpoint)
-
-
 def test_a_learning_rate_is_not_unpickled_blindly(tmp_path, evil):
     model, optimizer = trained()
     optimizer.param_groups[0]["lr"] = evil
     path = checkpoints.save(tmp_path, 1, model=model, optimizer=optimizer)
     again = small()
-    with pytest.raises(CheckpointError, match=r"'optim.param_groups.*' names (posix|nt)\.mkdir, which no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"it names (posix|nt)\.mkdir, which no checkpoint of ours does"):
         checkpoints.load(path, model=again, optimizer=torch.optim.AdamW(again.parameters()))
 
 
 def test_random_numbers_are_not_unpickled_blindly(folder, evil):
     checkpoint = folder / "step-00000002"
-    torch.save(evil, checkpoint / "random-00000.pt")
-    rewrite(checkpoint, lambda told: None)
+    replace_file(checkpoint, "random-00000.pt", evil)
     with pytest.raises(CheckpointError, match=r"it names (posix|nt)\.mkdir, which no checkpoint of ours does"):
         load(checkpoint)
 
 
-@pytest.mark.parametrize("how", ["mkdir", "a way out", "cut"])
-def test_deepspeed_s_files_are_looked_at_before_it_sees_them(how, tmp_path, evil):
+def test_deepspeed_s_files_are_not_unpickled_blindly(tmp_path, evil):
     pytest.importorskip("deepspeed")
-    from course_lib.checkpoints import zero
-
     (tmp_path / "zero").mkdir()
-    path = tmp_path / "zero" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    content = {
-        "mkdir": {"optimizer_state_dict": evil},
-        "a way out": {"optimizer_state_dict": {"param_slice_mappings": [{"../../out": 1}]}},
-        "cut": {"optimizer_state_dict": {}},
-    }[how]
-    torch.save(content, path)
-    if how == "cut":
-        os.truncate(path, path.stat().st_size // 2)
-    word = {"mkdir": r"it names (posix|nt)\.mkdir", "a way out": "has a parameter '../../out'", "cut": "truncated"}[how]
-    with pytest.raises(CheckpointError, match=word):
-        zero.vet(tmp_path, [f"zero/{path.name}"])
+    torch.save({"module": evil}, tmp_path / "zero" / "mp_rank_00_model_states.pt")
+    head = manifest.Manifest(step=1, kind="zero", world_size=1, model={}, zero_stage=0)
+    with pytest.raises(CheckpointError, match=r"it names (posix|nt)\.mkdir"), together("reading", tmp_path):
+        deepspeed_state.weights(tmp_path, head)
 
 
 def test_what_could_not_be_read_back_is_not_saved(folder, evil):
@@ -348,14 +270,6 @@ def test_what_could_not_be_read_back_is_not_saved(folder, evil):
     with pytest.raises(CheckpointError, match="scheduler.pt holds an object that cannot be read back"):
         checkpoints.save(folder, 3, model=small(), scheduler=Scheduler())
     assert names(folder) == ["step-00000001", "step-00000002"]
-
-
-def test_the_names_that_a_pickle_may_hold_are_the_ones_that_dcp_writes(folder):
-    """A new version of PyTorch that writes another name shows here, and not at a user's first resume."""
-    assert pickles.metadata(folder / "step-00000002" / "fsdp" / ".metadata").state_dict_metadata
-    with zipfile.ZipFile(folder / "step-00000002" / "random-00000.pt") as file:
-        assert file.testzip() is None
-    assert set(state.random_numbers()) == {"torch", "cuda", "python", "numpy"}
 
 
 def test_another_model_is_told_by_its_first_difference(folder):

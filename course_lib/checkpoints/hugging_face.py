@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import torch
-from torch.distributed.checkpoint import CheckpointException
 
-from course_lib.checkpoints import folder, fsdp, wholeness, zero
+from course_lib.checkpoints import deepspeed_state, folder, sharded_state
 from course_lib.checkpoints.errors import CheckpointError, reason
-from course_lib.checkpoints.loading import vet
+from course_lib.checkpoints.manifest import verify
 from course_lib.models import no_progress_bars
 
 if TYPE_CHECKING:
@@ -21,22 +20,14 @@ if TYPE_CHECKING:
 
 
 def weights(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """The whole model's tensors, by name, from a checkpoint or from a folder's newest whole one.
+    """The whole model's tensors, by name, from a checkpoint or from a folder's newest complete one.
 
-    Every byte and every pickle is looked at first. One process calls it; no process group and no GPU are needed, but
-    host memory for the whole model, in fp32 for DeepSpeed's. Raises CheckpointError as ``load`` does.
+    Every checksum is compared first. One process calls it; no process group and no GPU are needed, but host memory for
+    the whole model, in fp32 for DeepSpeed's. Raises CheckpointError as ``load`` does.
     """
     path = folder.find(checkpoint)
-    told = wholeness.verify(path)
-    vet(path, told, list(told.files))
-    try:
-        found = zero.weights(path, told) if told.kind == "zero" else fsdp.weights(path, told.files)
-    except (Exception, CheckpointException) as error:  # whatever a library makes of a file that lacks something
-        raise CheckpointError(f"{path} does not hold what its manifest says ({error}): tampered with.") from error
-    for name, (_, shape) in told.model.items():
-        if name in found and tuple(found[name].shape) != shape:
-            raise CheckpointError(f"{path}: {name!r} has shape {list(found[name].shape)} instead of {list(shape)}.")
-    return found
+    manifest = verify(path)
+    return deepspeed_state.weights(path, manifest) if manifest.kind == "zero" else sharded_state.weights(path)
 
 
 def to_hugging_face(
@@ -49,8 +40,8 @@ def to_hugging_face(
     """Write a checkpoint's weights as a folder for ``AutoModelForCausalLM.from_pretrained(out)``; one process calls it.
 
     Args:
-        checkpoint: one that ``save`` made, or a folder of them: then its newest whole one.
-        out: the folder to make; it appears when it is whole.
+        checkpoint: one that ``save`` made, or a folder of them: then its newest complete one.
+        out: the folder to make; it appears when it is complete.
         config: the model's own, ``model.config``.
         dtype: of the weights; None keeps the checkpoint's (fp32 for DeepSpeed's).
 
@@ -69,13 +60,11 @@ def to_hugging_face(
     wanted = model.state_dict()
     tied = set(wanted) - {name for name, _ in model.named_parameters()} - {name for name, _ in model.named_buffers()}
     missing = sorted(set(wanted) - set(found) - tied)
-    strange = sorted(set(found) - set(wanted))
+    added = sorted(set(found) - set(wanted))
     wrong = [name for name, tensor in wanted.items() if name in found and found[name].shape != tensor.shape]
-    if missing or strange or wrong:
-        name, what = next(
-            (n, w) for ns, w in ((missing, "lacks"), (strange, "adds"), (wrong, "shapes otherwise")) for n in ns
-        )
-        raise CheckpointError(f"{checkpoint} is of another model than config describes: it {what} {name!r}.")
+    for names, verb in ((missing, "lacks"), (added, "adds"), (wrong, "has another shape for")):
+        if names:
+            raise CheckpointError(f"{checkpoint} is of another model than config describes: it {verb} {names[0]!r}.")
     model.load_state_dict({k: v.to(dtype) if dtype else v for k, v in found.items()}, strict=False, assign=True)
     model.tie_weights()
     part = target.with_name(f".{target.name}.part-{uuid4().hex[:8]}")

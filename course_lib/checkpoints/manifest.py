@@ -1,12 +1,14 @@
-"""manifest.json: what a checkpoint is, and what each of its files must be. Written last, so a checkpoint that has one
-is whole; read as somebody else's input, so every field is looked at before it is used."""
+"""manifest.json: what a checkpoint holds, with the size and SHA-256 of each file. It is written last, so a checkpoint
+that has one is complete."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from course_lib.checkpoints.errors import CheckpointError
@@ -16,14 +18,13 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 NAME = "manifest.json"
-KINDS = ("fsdp", "zero")
 # What wraps a module in a name, and is no part of the model.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """What a checkpoint holds.
 
     Attributes:
         step: optimizer steps done when it was saved.
@@ -51,87 +52,93 @@ class Manifest:
 
 
 def to_json(manifest: Manifest) -> str:
-    """The manifest as text, with a checksum of itself: a slip of the disk in it is noticed too."""
-    told = {"format": FORMAT, **asdict(manifest)}
-    return json.dumps({**told, "checksum": _checksum(told)}, indent=1) + "\n"
+    """The manifest as text, with a checksum of itself."""
+    fields = {"format": FORMAT, **asdict(manifest)}
+    return json.dumps({**fields, "checksum": _checksum(fields)}, indent=1) + "\n"
 
 
-def _checksum(told: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+def _checksum(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def read(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointError: none there, not JSON, a newer format, a field amiss."""
+    """The manifest of a checkpoint. Raises CheckpointError: no manifest, a newer format, truncated or changed."""
     try:
-        text = (checkpoint / NAME).read_text(encoding="utf-8")
+        fields = json.loads((checkpoint / NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{checkpoint} has no {NAME}: no finished checkpoint is there.") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise CheckpointError(f"{checkpoint / NAME} cannot be read: {error}.") from error
-    try:
-        told = json.loads(text)
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{checkpoint / NAME} is no JSON: it was truncated or tampered with.") from None
-    version = told.get("format") if isinstance(told, dict) else None
-    if type(version) is not int or version < 1:
+        raise CheckpointError(f"{checkpoint / NAME} is no JSON: it was truncated or changed.") from None
+    version = fields.pop("format", None) if isinstance(fields, dict) else None
+    if not isinstance(version, int):
         raise CheckpointError(f"{checkpoint / NAME} does not say which format it has: it is no manifest of ours.")
     if version > FORMAT:
         raise CheckpointError(
             f"{checkpoint} was saved in format {version}, and this version of the course reads up to {FORMAT}: "
             "load it with the newer version."
         )
-    checksum = told.pop("checksum", None)
-    if checksum != _checksum(told):
-        raise CheckpointError(f"{checkpoint / NAME} does not agree with its own checksum: it was tampered with.")
-    wrong = _what_is_wrong(told)
-    if wrong:
-        raise CheckpointError(f"{checkpoint / NAME}: {wrong}: it was tampered with.")
-    del told["format"]
-    told["model"] = {name: (dtype, tuple(shape)) for name, (dtype, shape) in told["model"].items()}
-    told["files"] = {name: (size, digest) for name, (size, digest) in told["files"].items()}
-    return Manifest(**told)
+    checksum = fields.pop("checksum", None)
+    if checksum != _checksum({"format": version, **fields}):
+        raise CheckpointError(f"{checkpoint / NAME} does not agree with its own checksum: it was changed.")
+    fields["model"] = {name: (dtype, tuple(shape)) for name, (dtype, shape) in fields["model"].items()}
+    fields["files"] = {name: tuple(entry) for name, entry in fields["files"].items()}
+    return Manifest(**fields)
 
 
-def _what_is_wrong(told: dict[str, Any]) -> str | None:
-    fields = set(Manifest.__dataclass_fields__) | {"format"}
-    if set(told) != fields:
-        return f"fields {sorted(set(told) ^ fields)} are missing or unknown"
-    for name in ("step", "world_size"):
-        if type(told[name]) is not int or told[name] < (name == "world_size"):
-            return f"{name}={told[name]!r} is no number of {'ranks' if name == 'world_size' else 'steps'}"
-    if told["kind"] not in KINDS:
-        return f"kind={told['kind']!r} is not one of {KINDS}"
-    if told["zero_stage"] not in ((0, 1, 2, 3) if told["kind"] == "zero" else (None,)):
-        return f"zero_stage={told['zero_stage']!r} does not go with kind={told['kind']!r}"
-    if not isinstance(told["optimizer"], str) or not isinstance(told["trainable_only"], bool):
-        return "optimizer is no name, or trainable_only neither true nor false"
-    for name in ("model", "files", "extra", "versions"):
-        if not isinstance(told[name], dict):
-            return f"{name} is no table"
-    for name, entry in told["model"].items():
-        if not (_pair(entry, str, list) and all(type(size) is int and size >= 0 for size in entry[1])):
-            return f"parameter {name!r} has no dtype and shape"
-    for name, entry in told["files"].items():
-        if not stays_inside(name):
-            return f"the file name {name!r} leads out of the checkpoint"
-        if not (_pair(entry, int, str) and entry[0] >= 0 and len(entry[1]) == 64):
-            return f"file {name!r} has no size and SHA-256"
-    return None
+def files_in(checkpoint: Path) -> list[str]:
+    """Relative names of the files below a checkpoint, sorted, without its manifest."""
+    names = (p.relative_to(checkpoint).as_posix() for p in checkpoint.rglob("*") if p.is_file())
+    return sorted(name for name in names if name != NAME)
 
 
-def _pair(entry: Any, first: type, second: type) -> bool:
-    return isinstance(entry, list) and [type(part) for part in entry] == [first, second]
+def check_sizes(checkpoint: Path) -> Manifest:
+    """The manifest of a checkpoint that has all its files, each of the right size; reads no other file.
+
+    Raises CheckpointError for any other.
+    """
+    manifest = read(checkpoint)
+    for name, (size, _) in manifest.files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise CheckpointError(f"{checkpoint} lacks its file {name}: it was truncated or changed.")
+        if path.stat().st_size != size:
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size:,} bytes instead of {size:,}: it was truncated or changed."
+            )
+    return manifest
 
 
-def stays_inside(name: str) -> bool:
-    """Whether a relative file name stays below the folder that it is joined to."""
-    path = PurePosixPath(name)
-    plain = bool(path.parts) and not path.is_absolute() and ".." not in path.parts and str(path) == name
-    return plain and "\\" not in name and "\0" not in name and ":" not in name
+def check_bytes(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Raise CheckpointError if one of the named files has another checksum than when it was saved."""
+    for name in names:
+        if digest(checkpoint / name) != manifest.files[name][1]:
+            raise CheckpointError(f"{checkpoint / name} has other bytes than when it was saved.")
+
+
+def digest(path: Path, *, to_disk: bool = False) -> str:
+    """SHA-256 of a file, as 64 hexadecimal digits; ``to_disk`` flushes it to the disk first."""
+    with path.open("rb") as file:
+        if to_disk:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify(checkpoint: str | os.PathLike[str]) -> Manifest:
+    """Check every byte of a checkpoint and return its manifest; needs no ranks and loads nothing.
+
+    Raises:
+        CheckpointError: anything is missing or differs from what was saved.
+    """
+    path = Path(checkpoint)
+    manifest = check_sizes(path)
+    check_bytes(path, manifest, manifest.files)
+    return manifest
 
 
 def fingerprint(model: torch.nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Each parameter's dtype and whole shape, whoever wraps the model and however it is sharded."""
+    """Each parameter's dtype and whole shape, however the model is wrapped and sharded."""
     found = {}
     for name, parameter in model.named_parameters():
         for wrapper in _WRAPPERS:
@@ -142,7 +149,7 @@ def fingerprint(model: torch.nn.Module) -> dict[str, tuple[str, tuple[int, ...]]
 
 
 def difference(saved: dict[str, Any], here: dict[str, Any]) -> str | None:
-    """In what the saved model is another one than this; None where they are the same."""
+    """The first difference between two fingerprints as half a sentence; None if there is none."""
     for name, (dtype, shape) in saved.items():
         if name not in here:
             return f"it has a parameter {name!r}, and this model has not"

@@ -1,26 +1,32 @@
-"""``save`` and ``save_async``: one checkpoint of all ranks, whole or not there."""
+"""``save`` and ``save_async``: all ranks write one checkpoint into a temporary folder, which rank 0 renames at the end."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 
-from course_lib.checkpoints import fsdp, state, zero
-from course_lib.checkpoints.draft import Draft
-from course_lib.checkpoints.manifest import Manifest, fingerprint
-from course_lib.checkpoints.together import place
+from course_lib.checkpoints import deepspeed_state, folder, manifest
+from course_lib.checkpoints.errors import CheckpointError, gather, rank_and_world_size, share, together
+from course_lib.checkpoints.manifest import Manifest, digest, files_in, fingerprint
+from course_lib.checkpoints.sharded_state import Writer, sharded_state, write, write_run_state
 
 
 def save(
-    folder: str | os.PathLike[str],
+    root: str | os.PathLike[str],
     step: int,
     *,
     model: torch.nn.Module | None = None,
@@ -32,19 +38,18 @@ def save(
     trainable_only: bool = False,
     kind: str | None = None,
 ) -> Path:
-    """Save a checkpoint as ``folder/step-00000010``; every rank calls it, and gets its path when it is whole.
+    """Save a checkpoint as ``root/step-00000010``; every rank calls it, and gets its path when it is complete.
 
-    It is written beside its place and renamed at the end, so whatever happens meanwhile the older checkpoints are whole.
-    The state of the random numbers goes with it.
+    Whatever happens meanwhile, the older checkpoints stay complete. The state of the random numbers is saved, too.
 
     Args:
-        folder: one that all ranks share; made if it is not there. One run saves into it.
+        root: a folder that all ranks share; made if it is not there. One run saves into it.
         step: optimizer steps done.
         model: sharded by ``fully_shard``, or plain; or ``engine``: DeepSpeed's, which brings its optimizer and scheduler.
         optimizer: whose state to save.
         scheduler: a learning-rate scheduler of PyTorch's.
         extra: plain JSON that ``load`` gives back: the position in the data, say.
-        keep: whole checkpoints to keep, this one included; older ones are removed.
+        keep: complete checkpoints to keep, this one included; older ones are removed.
         trainable_only: leave frozen parameters out (LoRA: a few MB instead of the whole model).
         kind: ``"fsdp"`` for a model, ``"zero"`` for an engine; may be left out.
 
@@ -54,19 +59,19 @@ def save(
     """
     model, engine = check_target(model, engine, optimizer, scheduler, kind)
     head = _head(step, model, engine, optimizer, extra, keep, trainable_only)
-    draft = Draft(folder, step)
+    draft = _Draft(root, step)
     with draft.writing() as path:
         if engine is None:
-            fsdp.write(path, model, optimizer, trainable_only)
+            write(Writer(path), sharded_state(model, optimizer, trainable_only))
         else:
-            zero.write(path, engine)
+            deepspeed_state.write(path, engine)
     with draft.writing() as path:
-        state.write(path, place()[0], scheduler)
+        write_run_state(path, rank_and_world_size()[0], scheduler)
     return draft.publish(head, keep)
 
 
 def save_async(
-    folder: str | os.PathLike[str],
+    root: str | os.PathLike[str],
     step: int,
     *,
     model: torch.nn.Module,
@@ -84,23 +89,23 @@ def save_async(
     """
     model, _ = check_target(model, None, optimizer, scheduler, "fsdp")
     head = _head(step, model, None, optimizer, extra, keep, trainable_only)
-    draft = Draft(folder, step)
+    draft = _Draft(root, step)
     with draft.writing() as path:
-        state.write(path, place()[0], scheduler)
+        write_run_state(path, rank_and_world_size()[0], scheduler)
     with draft.writing() as path:
-        writer = fsdp.Writer(path / fsdp.FOLDER)
-        copied = writer.stage(fsdp.state(model, optimizer, trainable_only))
+        writer = Writer(path)
+        copied = writer.stage(sharded_state(model, optimizer, trainable_only))
     # No thread starts before every rank has come this far: one without its peers would wait for them for ever, and make
     # folders again that rank 0 has just removed. The thread's collectives must not mix with the training's, so it gets a
     # group of its own, on the host.
-    group = dist.new_group(backend="gloo") if place()[1] > 1 else None
+    group = dist.new_group(backend="gloo") if rank_and_world_size()[1] > 1 else None
     done: Future[Path] = Future()
 
     def finish() -> None:
         result: Path | BaseException
         try:
             with draft.writing(group):
-                fsdp.write_copy(writer, copied, group)
+                write(writer, copied, group)
             result = draft.publish(head, keep, group)
         except BaseException as error:  # carried to whoever asks for the result
             result = error
@@ -155,21 +160,105 @@ def _head(
     return Manifest(
         step=step,
         kind="fsdp" if engine is None else "zero",
-        world_size=place()[1],
+        world_size=rank_and_world_size()[1],
         model=fingerprint(module),
         extra=extra or {},
         optimizer=type(optimizer).__name__ if optimizer is not None else "",
         trainable_only=trainable_only and engine is None,
         zero_stage=None if engine is None else int(engine.zero_optimization_stage()),
-        versions=_versions("torch") if engine is None else _versions("torch", "deepspeed"),
+        versions={name: version(name) for name in (["torch"] if engine is None else ["torch", "deepspeed"])},
     )
 
 
-def _versions(*packages: str) -> dict[str, str]:
-    found = {}
-    for package in packages:
+class _Draft:
+    """A checkpoint while it is written: begun, written and published by all ranks together.
+
+    Rank 0 holds the folder's lock meanwhile. The system releases it when the process dies, so whoever gets the lock next
+    may remove the parts that it finds.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], step: int) -> None:
+        self.root, self.step = Path(root), step
+        self.path = self.root / f"{folder.name(step)}{folder.PART}{uuid4().hex[:8]}"
+        self.failed = f"step {step} was not saved in {self.root}"
+        self._lock: FileLock | None = None
+        gather(None)  # a rank that is still leaving the last save, or looks at what it left, must not see this one
+        with together(self.failed, self.root):
+            if rank_and_world_size()[0] == 0:
+                self._begin()
+        self.path = share(self.path)
+        with self.writing():
+            if not self.path.is_dir():
+                rank = rank_and_world_size()[0]
+                raise CheckpointError(
+                    f"Rank {rank} does not see {self.path}: a checkpoint needs a folder that all ranks share."
+                )
+
+    def _begin(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.root / ".lock", thread_local=False)
         try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "unknown"
-    return found
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise CheckpointError(
+                f"Another save into {self.root} is under way: wait for its .result(), or give each run its own folder."
+            ) from None
+        try:
+            folder.sweep(self.root)
+            self.path.mkdir()
+        except BaseException:
+            lock.release()
+            raise
+        self._lock = lock
+
+    @contextmanager
+    def writing(self, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
+        """Around what every rank writes: if one rank fails, all raise the same CheckpointError and the part is removed."""
+        try:
+            with together(self.failed, self.root, group):
+                yield self.path
+        except CheckpointError:
+            if self._lock is not None:
+                shutil.rmtree(self.path, ignore_errors=True)
+            self._release()
+            gather(None, group)  # no rank goes on before the part is gone
+            raise
+
+    def publish(self, head: Manifest, keep: int, group: dist.ProcessGroup | None = None) -> Path:
+        """Hash every file (the ranks share the work), flush, write the manifest and rename; remove old checkpoints."""
+        rank, world_size = rank_and_world_size(group)
+        with self.writing(group):
+            names = files_in(self.path)
+        names = share(names, group)
+        hashed: dict[str, tuple[int, str]] = {}
+        with self.writing(group):
+            for name in names[rank::world_size]:
+                path = self.path / name
+                hashed[name] = (path.stat().st_size, digest(path, to_disk=True))
+        files = {name: entry for part in gather(hashed, group) for name, entry in part.items()}
+        final = self.root / folder.name(self.step)
+        with self.writing(group):
+            if rank == 0:
+                self._write_manifest(replace(head, files=files))
+                folder.publish(self.path, self.step)
+        with together(f"step {self.step} was saved, but older ones could not be removed", self.root, group):
+            try:
+                if rank == 0:
+                    folder.prune(self.root, self.step, keep)
+            finally:
+                self._release()
+        return final
+
+    def _write_manifest(self, head: Manifest) -> None:
+        for path in sorted({(self.path / name).parent for name in head.files}):
+            folder.fsync_folder(path)
+        with (self.path / manifest.NAME).open("w", encoding="utf-8") as file:
+            file.write(manifest.to_json(head))
+            file.flush()
+            os.fsync(file.fileno())
+        folder.fsync_folder(self.path)
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from course_lib.checkpoints.errors import CheckpointError
-from course_lib.checkpoints.wholeness import digest
+from course_lib.checkpoints.manifest import digest
 from course_tools.conversion import manifest
 from course_tools.conversion.folders import CONFIG, appearing, architecture_of, copy_others, told_of, write_text
 from course_tools.conversion.manifest import Manifest

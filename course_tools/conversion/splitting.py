@@ -7,7 +7,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from course_lib.checkpoints.errors import CheckpointError
-from course_lib.checkpoints.wholeness import digest
+from course_lib.checkpoints.manifest import digest
 from course_tools.conversion import manifest
 from course_tools.conversion.architecture import Architecture
 from course_tools.conversion.folders import CONFIG, appearing, architecture_of, copy_others, told_of, write_text

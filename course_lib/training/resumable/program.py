@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from course_lib.checkpoints import CheckpointError, latest, load, save
-from course_lib.checkpoints.together import share
+from course_lib.checkpoints.errors import share
 from course_lib.launch.threads import one_thread
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch

@@ -18,12 +18,10 @@ from uuid import uuid4
 
 import torch
 
-from course_lib.checkpoints import pickles
-from course_lib.checkpoints.errors import CheckpointError
+from course_lib.checkpoints.errors import CheckpointError, gather, rank_and_world_size, share, together
 from course_lib.checkpoints.folder import WHOLE_TENSORS
-from course_lib.checkpoints.manifest import Manifest, stays_inside
-from course_lib.checkpoints.state import save_and_look
-from course_lib.checkpoints.together import gather, place, share, together
+from course_lib.checkpoints.manifest import Manifest
+from course_lib.checkpoints.sharded_state import save_file, weights_only
 
 FOLDER = "zero"
 
@@ -38,21 +36,21 @@ def write(path: Path, engine: Any) -> None:
 
     # without this note DeepSpeed's converter refuses what stages 1 and 2 have saved
     note = {UNIVERSAL_CHECKPOINT_INFO: {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}}
-    with _failing_late(engine) as failed:
+    with _failures_wait(engine) as failed:
         engine.save_checkpoint(str(path), tag=FOLDER, client_state=note, save_latest=False)
     if failed:
         raise failed[0]
 
 
 @contextmanager
-def _failing_late(engine: Any) -> Iterator[list[Exception]]:
+def _failures_wait(engine: Any) -> Iterator[list[Exception]]:
     """DeepSpeed's ranks wait for each other after writing: one that stops at a full disk would leave the rest hanging."""
     failed: list[Exception] = []
 
     def save(state_dict: dict[str, Any], path: str) -> None:
         try:
-            save_and_look(state_dict, Path(path), pickles.DEEPSPEED_NAMES)
-        except (OSError, RuntimeError, CheckpointError) as error:
+            save_file(state_dict, Path(path))
+        except (OSError, RuntimeError) as error:
             failed.append(error)
 
     def skip_copy(save_path: str) -> None:
@@ -65,47 +63,33 @@ def _failing_late(engine: Any) -> Iterator[list[Exception]]:
         del engine.checkpoint_engine.save, engine._copy_recovery_script
 
 
-def vet(path: Path, names: list[str]) -> None:
-    """Raise CheckpointError unless torch's weights-only reader takes every .pt file of ``names``.
-
-    Only then DeepSpeed, which unpickles blindly, may see them; nobody else may write into the folder meanwhile.
-    """
+@contextmanager
+def _weights_only() -> Iterator[None]:
+    """As ``weights_only``, with the plain classes that DeepSpeed saves beside its tensors."""
     if not torch.cuda.is_available():
-        os.environ.setdefault(
-            "DS_ACCELERATOR", "cpu"
-        )  # else its first import looks for GPUs of every make, and says so
-    for name in names:
-        if not (name.startswith(f"{FOLDER}/") and name.endswith(".pt")):
-            continue
-        for parameter in _parameters(pickles.torch_file(path / name, pickles.DEEPSPEED_NAMES)):
-            if not (isinstance(parameter, str) and stays_inside(parameter)):  # DeepSpeed makes folders of these names
-                raise CheckpointError(f"{path / name} has a parameter {parameter!r}: tampered with.")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed's first import looks for GPUs of every make
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    with weights_only([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
+        yield
 
 
-def _parameters(state: Any) -> Iterator[Any]:
-    """The parameters' names wherever a file of DeepSpeed's has them."""
-    optimizer = state.get("optimizer_state_dict") if isinstance(state, dict) else None
-    tables = [state.get("module"), state.get("param_shapes")] if isinstance(state, dict) else []
-    tables.append(optimizer.get("param_slice_mappings") if isinstance(optimizer, dict) else None)
-    for table in tables:
-        for names in table if isinstance(table, list) else [table or {}]:
-            yield from names
-
-
-def read(path: Path, told: Manifest, engine: Any) -> None:
-    """Collective: load a checkpoint, whose files have been vetted, into an engine of the same stage, at any world size."""
-    stage, world_size = int(engine.zero_optimization_stage()), place()[1]
-    if stage != told.zero_stage:
+def read(path: Path, manifest: Manifest, engine: Any) -> None:
+    """Collective: load a checkpoint into an engine of the same stage, at any world size."""
+    stage, world_size = int(engine.zero_optimization_stage()), rank_and_world_size()[1]
+    if stage != manifest.zero_stage:
         raise CheckpointError(
-            f"{path} was saved by ZeRO stage {told.zero_stage} and this engine has stage {stage}: use the same stage, or "
+            f"{path} was saved by ZeRO stage {manifest.zero_stage} and this engine has stage {stage}: use the same stage, or "
             "carry the weights over with to_hugging_face."
         )
-    if stage == 0 or world_size == told.world_size:
+    if stage == 0 or world_size == manifest.world_size:
         _load(engine, path)
         return
     if stage == 3 and not all(parameter.requires_grad for parameter in engine.module.parameters()):
         raise CheckpointError(
-            f"{path} was saved by {told.world_size} ranks; with frozen parameters stage 3 goes on at {told.world_size} "
+            f"{path} was saved by {manifest.world_size} ranks; with frozen parameters stage 3 goes on at {manifest.world_size} "
             "ranks only: use as many, or carry the weights over with to_hugging_face."
         )
     with _universal(path) as whole:
@@ -120,14 +104,15 @@ def read(path: Path, told: Manifest, engine: Any) -> None:
 
 
 def _load(engine: Any, path: Path) -> None:
-    found, _ = engine.load_checkpoint(str(path), tag=FOLDER)
+    with _weights_only():
+        found, _ = engine.load_checkpoint(str(path), tag=FOLDER)
     if found is None:
         raise CheckpointError(f"DeepSpeed finds no checkpoint of its own in {path / FOLDER}.")
 
 
 def _load_the_rest(engine: Any, path: Path) -> None:
     """Buffers and frozen parameters: a universal checkpoint brings back what the optimizer trains, and no more."""
-    saved = pickles.torch_file(path / FOLDER / "mp_rank_00_model_states.pt", pickles.DEEPSPEED_NAMES)["module"]
+    saved = _module(path)
     trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     engine.module.load_state_dict({k: v for k, v in saved.items() if k not in trained}, strict=False)
 
@@ -138,7 +123,7 @@ def _universal(path: Path) -> Iterator[Path]:
 
     Takes as much of the disk as the checkpoint again.
     """
-    rank, world_size = place()
+    rank, world_size = rank_and_world_size()
     whole = path.parent / f"{WHOLE_TENSORS}{uuid4().hex[:8]}"
     try:
         with together(f"{path} was not put together for {world_size} ranks", path):
@@ -163,15 +148,21 @@ def _convert(source: Path, target: Path) -> None:
         strict=True,
         inject_missing_state=False,
     )
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+    with _weights_only(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         ds_to_universal.main(options)
 
 
-def weights(path: Path, told: Manifest) -> dict[str, torch.Tensor]:
-    """The whole model's parameters in fp32 and its buffers, by name, from a checkpoint whose files have been vetted."""
-    if told.zero_stage == 0:
-        return dict(pickles.torch_file(path / FOLDER / "mp_rank_00_model_states.pt", pickles.DEEPSPEED_NAMES)["module"])
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+def _module(path: Path) -> dict[str, torch.Tensor]:
+    """The module's state as stages 0 to 2 save it, once."""
+    with _weights_only():
+        return torch.load(path / FOLDER / "mp_rank_00_model_states.pt", map_location="cpu")["module"]
 
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+
+def weights(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """The whole model's parameters in fp32 and its buffers, by name."""
+    if manifest.zero_stage == 0:
+        return dict(_module(path))
+    with _weights_only(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
         return dict(get_fp32_state_dict_from_zero_checkpoint(str(path), tag=FOLDER))
