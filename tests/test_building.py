@@ -12,7 +12,7 @@ from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
 from course_lib.observe import observe, tensor_bytes
 from course_lib.observe.memory import optimizer_tensors
-from course_lib.training.finetune import building
+from course_lib.training.finetune import building, nf4_on_cpu
 from course_lib.training.finetune.building import (
     METHODS,
     PRECISIONS,
@@ -145,6 +145,20 @@ def test_the_same_seed_gives_the_same_adapters_and_leaves_the_callers_random_num
     same = [torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)]
     assert all(same)
     assert not torch.equal(trainable(first)[0], trainable(other)[0])
+
+
+@pytest.mark.parametrize("columns", [16, 48, 64, 80, 104, 352, 576])
+def test_nf4_unpacks_to_the_nearest_of_its_16_levels_on_every_cpu(columns):
+    """bitsandbytes' AVX-512 kernel takes other blocks' scales where rows are not whole blocks."""
+    import bitsandbytes.functional as F
+
+    nf4_on_cpu.repair()
+    weight = torch.randn(64, columns, generator=torch.Generator().manual_seed(0))
+    packed, state = F.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    blocks = weight.reshape(-1, 64)
+    scales = blocks.abs().amax(1, keepdim=True)
+    levels = state.code[(blocks / scales).unsqueeze(-1).sub(state.code).abs().argmin(-1)]
+    torch.testing.assert_close(F.dequantize_4bit(packed, state), (levels * scales).reshape(weight.shape))
 
 
 def test_nf4_takes_the_bytes_that_the_paper_says():

@@ -17,6 +17,8 @@ from axolotl.integrations.base import BasePlugin
 from axolotl.utils import environment
 from axolotl.utils.dict import DictDefault
 
+from course_lib.training.finetune import nf4_on_cpu
+
 # Set by Axolotl from the YAML. Accelerate obeys them on accelerators only, and on CPU ranks falls back to plain DDP
 # without a word.
 SHARDING = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG")
@@ -58,3 +60,5 @@ class CPURanks(BasePlugin):
         """None: Axolotl goes on to load the data itself; this is its first call after the YAML was read."""
         if not torch.cuda.is_available():
             cfg.device_map = {"": "cpu"}
+            if cfg.load_in_4bit:
+                nf4_on_cpu.repair()

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from course_lib.models import load, tiny_llama
+from course_lib.training.finetune import nf4_on_cpu
 from course_lib.training.finetune.activation_checkpointing import CHECKPOINTING, set_checkpointing
 
 METHODS = ("full", "lora", "qlora")
@@ -146,6 +147,7 @@ def quantize_linears(
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
+    nf4_on_cpu.repair()
     linears = [(name, module) for name, module in model.named_modules() if type(module) is torch.nn.Linear]
     for name, linear in linears:
         if name.split(".")[-1] == "lm_head":  # often the embedding itself; and the last layer forgives rounding least
