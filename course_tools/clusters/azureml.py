@@ -11,10 +11,9 @@ import shlex
 from typing import Any
 
 from course_tools.clusters.job import CPU, Job
-from course_tools.clusters.launchers import accelerate, is_host, program, torchrun
-from course_tools.clusters.shell_script import lines
-from course_tools.clusters.texts import sent_config, summary, to_yaml
-from course_tools.clusters.words import Shell, lines_of
+from course_tools.clusters.launchers import accelerate, torchrun, training_program
+from course_tools.clusters.shell import Shell, is_host, script, wrapped
+from course_tools.clusters.yaml_writer import to_yaml
 
 FILE = "job.yml"
 SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
@@ -46,30 +45,30 @@ SIZES = {
 
 
 def files(job: Job, folder: str) -> dict[str, str]:
-    """``job.yml``.
+    """Write ``job.yml``.
 
     Raises:
         ValueError: no image; a config outside `code`; cards that no known size of machine has in that number.
     """
-    return {FILE: to_yaml(command_job(job, folder), f"{summary(job)}\n{command(job, folder)}")}
+    return {FILE: to_yaml(command_job(job, folder), f"{job.summary}\n{command(job, folder)}")}
 
 
 def command_job(job: Job, folder: str) -> dict[str, Any]:
-    """The job as Azure ML's command-line tool reads it."""
+    """Return the job as Azure ML's command-line tool reads it."""
     if job.image is None:
         raise ValueError("image is missing: name the container image that Azure ML is to run.")
-    started = program(job, sent_config(job), OUTPUT)
+    program = training_program(job, job.config_in_code, OUTPUT)
     refuse_expressions(job)
     host, port, machine = Shell('"$MASTER_ADDR"'), Shell('"$MASTER_PORT"'), Shell('"$NODE_RANK"')
     if job.config is not None:
-        agent = accelerate(job, host=host, port=port, machine=machine, started=started)
+        agent = accelerate(job, host=host, port=port, machine=machine, program=program)
     else:
         endpoint = Shell('"$MASTER_ADDR:$MASTER_PORT"')
-        agent = torchrun(job, endpoint=endpoint, ranked=True, started=started)
-    asked = [f': "${{{name}:?was not given to az ml job create}}"' for name in job.secrets]
-    place = job.options.get("datastore", "workspaceblobstore")
+        agent = torchrun(job, endpoint=endpoint, ranked=True, program=program)
+    needed = [f': "${{{name}:?was not given to az ml job create}}"' for name in job.secrets]
+    datastore = job.options.get("datastore", "workspaceblobstore")
     resources = {"instance_count": job.num_nodes, "shm_size": job.options.get("shm_size", "64g")}
-    made: dict[str, Any] = {
+    result: dict[str, Any] = {
         "$schema": SCHEMA,
         "type": "command",
         "display_name": job.name,
@@ -77,26 +76,26 @@ def command_job(job: Job, folder: str) -> dict[str, Any]:
         "code": os.path.relpath(job.code, folder),  # as seen from this file
         "environment": {"image": job.image},
         "environment_variables": job.variables,
-        "command": lines("set -eu", *asked, *job.setup, is_host("NODE_RANK"), lines_of(agent)),
-        # One process a machine, and that process is the launcher; with 8 here Azure ML would start 8 launchers
+        "command": script("set -eu", *needed, *job.setup, is_host("NODE_RANK"), wrapped(agent)),
+        # One process per machine, and that process is the launcher; with 8 here Azure ML would start 8 launchers
         "distribution": {"type": "pytorch", "process_count_per_instance": 1},
         # A fixed place: a job that is created again finds the checkpoints of the one before
         "outputs": {
             "run": {
                 "type": "uri_folder",
                 "mode": "rw_mount",
-                "path": f"azureml://datastores/{place}/paths/{job.output_dir.strip('/')}",
+                "path": f"azureml://datastores/{datastore}/paths/{job.output_dir.strip('/')}",
             }
         },
         "limits": {"timeout": job.seconds},
     }
     if "compute" in job.options:
-        return made | {"compute": f"azureml:{job.options['compute']}", "resources": resources}
-    return made | {"resources": {"instance_type": size(job)} | resources}
+        return result | {"compute": f"azureml:{job.options['compute']}", "resources": resources}
+    return result | {"resources": {"instance_type": size(job)} | resources}
 
 
 def refuse_expressions(job: Job) -> None:
-    """Raises ValueError where Azure ML would take a part of the job's own text for an expression of its own."""
+    """Raise ValueError where Azure ML would read a part of the job's own text as an expression of its own."""
     for text in [*(job.command or ()), *job.setup, *job.variables.values(), job.output_dir]:
         if "${{" in text:
             raise ValueError(
@@ -105,7 +104,7 @@ def refuse_expressions(job: Job) -> None:
 
 
 def size(job: Job) -> str:
-    """The machine that has these cards in this number.
+    """Return the machine that has these cards in this number.
 
     Raises:
         ValueError: none is known; those with another number of these cards are named.
@@ -115,13 +114,12 @@ def size(job: Job) -> str:
     if (job.gpu, job.gpus_per_node) in SIZES:
         return SIZES[job.gpu, job.gpus_per_node]
     counts = [str(count) for gpu, count in SIZES if gpu == job.gpu]
-    known = f"with {' or '.join(counts)} of them" if counts else "with that card"
-    found = "Azure's machines come" if counts else "no machine is known here"
+    known = f"Azure's machines come with {' or '.join(counts)} of them" if counts else "no machine is known with them"
     what = "ranks on CPU" if job.gpu == CPU else f"{job.gpus_per_node} x {job.gpu}"
-    raise ValueError(f"{what}: {found} {known}; name another in options['instance_type'], or a cluster in 'compute'.")
+    raise ValueError(f"{what}: {known}; name another in options['instance_type'], or a cluster in 'compute'.")
 
 
 def command(job: Job, folder: str) -> str:
-    """What to type where `az` is logged in; the values of secrets go into the job's record, not into a file."""
+    """Return what to type where `az` is logged in; the values of secrets go into the job's record, not into a file."""
     secrets = "".join(f' --set environment_variables.{name}="${name}"' for name in job.secrets)
     return f"az ml job create --file {shlex.quote(f'{folder}/{FILE}')}{secrets}"

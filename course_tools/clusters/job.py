@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
 from course_lib.memory.cards import CARDS, card
-from course_tools.clusters import words
+from course_lib.validation import check_counts, positive
+from course_tools.clusters.validation import CONTROL_CHARACTER, check_environment, check_job_name, check_line
 
 CPU = "cpu"  # instead of a card: ranks on CPU over gloo
 
@@ -24,8 +25,8 @@ class Job:
     Attributes:
         name: of the job on the cluster: small letters, digits, dashes.
         config: an Axolotl YAML; the launch files train it, resume it and send its output to `output_dir`.
-        command: what torchrun is to start, ``"-m course_lib.training.data_parallel.ddp --steps 20"`` or ``"train.py --lr 1e-4"``, as
-            one line or as a list of words; ``{output_dir}`` in it becomes the output folder.
+        command: what torchrun is to start, ``"-m my_package.train --steps 20"`` or ``"train.py --lr 1e-4"``, as one line
+            or as a list of words; ``{output_dir}`` in it becomes the output folder.
         num_nodes: machines.
         gpus_per_node: GPUs of each machine, and so ranks of each machine.
         gpu: a card of `course_lib.memory.cards`, or "cpu": no GPU asked for, `gpus_per_node` ranks on CPU.
@@ -65,16 +66,15 @@ class Job:
     options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        words.job_name(self.name)
+        check_job_name(self.name)
         if self.gpus_per_node is None:
             raise ValueError("gpus_per_node is missing: say how many GPUs each machine has, for one rank runs on each.")
-        counts = ("num_nodes", "gpus_per_node", "cpus_per_gpu")
-        for name, least in [*((name, 1) for name in counts), ("max_restarts", 0), ("notice", 0)]:
+        check_counts(num_nodes=self.num_nodes, gpus_per_node=self.gpus_per_node, cpus_per_gpu=self.cpus_per_gpu)
+        for name in ("max_restarts", "notice"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r}: give a whole number of at least {least}.")
-        if isinstance(self.hours, bool) or not isinstance(self.hours, int | float) or not 0 < self.hours < math.inf:
-            raise ValueError(f"hours={self.hours!r}: give a number above 0.")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r}: give a whole number of at least 0.")
+        positive(hours=self.hours)
         if self.seconds <= 2 * self.notice:
             raise ValueError(
                 f"notice={self.notice} seconds is half of hours={self.hours:g} or more: ask for more hours."
@@ -83,17 +83,15 @@ class Job:
         for name in ("secrets", "setup"):
             if isinstance(getattr(self, name), str):
                 raise ValueError(f"{name}={getattr(self, name)!r}: give a list of texts.")
-        for number, text in enumerate(self.setup):
-            words.one_line(**{f"setup[{number}]": text})
-        words.environment(self.env, self.secrets)
-        words.one_line(code=self.code)
+        check_line(**{f"setup[{number}]": text for number, text in enumerate(self.setup)}, code=self.code)
+        check_environment(self.env, list(self.secrets))
         if self.image is not None:
-            words.one_line(image=self.image)
+            check_line(image=self.image)
             if " " in self.image:
                 raise ValueError(f"image={self.image!r}: an image's name has no spaces in it.")
         if not isinstance(self.options, Mapping):
             raise ValueError(f"options={self.options!r}: give a dict of texts, such as {{'partition': 'gpu'}}.")
-        words.one_line(**{f"options[{name!r}]": text for name, text in self.options.items()})
+        check_line(**{f"options[{name!r}]": text for name, text in self.options.items()})
         self._check_program()
 
     def _check_gpu(self) -> None:
@@ -106,14 +104,35 @@ class Job:
     def _check_program(self) -> None:
         if (self.config is None) == (self.command is None):
             raise ValueError("Give either config=, an Axolotl YAML, or command=, what torchrun is to start.")
-        inside = {}
+        settings = {}
         if self.config is not None:
-            inside = _read(self.config)
+            settings = _read_config(self.config)
         else:
-            object.__setattr__(self, "command", tuple(_program(self.command)))
-        output_dir = self.output_dir or inside.get("output_dir") or f"runs/{self.name}"
-        words.one_line(output_dir=output_dir)
+            object.__setattr__(self, "command", tuple(_split_command(self.command)))
+        output_dir = self.output_dir or settings.get("output_dir") or f"runs/{self.name}"
+        check_line(output_dir=output_dir)
         object.__setattr__(self, "output_dir", output_dir)
+
+    @property
+    def summary(self) -> str:
+        """The job in one line, for the top of each file."""
+        what = self.config if self.config is not None else " ".join(self.command)
+        where = "on CPU" if self.gpu == CPU else f"on {self.gpu}"
+        return f"{self.name}: {what}, {self.num_nodes} x {self.gpus_per_node} = {self.world_size} ranks {where}"
+
+    @property
+    def config_in_code(self) -> str | None:
+        """Where the config lies inside the folder `code`, which is sent to the machines.
+
+        Raises:
+            ValueError: it lies outside, so no machine could read it.
+        """
+        if self.config is None:
+            return None
+        inside = Path(os.path.relpath(self.config, self.code))
+        if inside.is_absolute() or ".." in inside.parts:
+            raise ValueError(f"config={self.config!r} lies outside code={self.code!r}, so no machine would receive it.")
+        return str(PurePosixPath(*inside.parts))
 
     @property
     def world_size(self) -> int:
@@ -133,50 +152,50 @@ class Job:
     @property
     def variables(self) -> dict[str, str]:
         """The environment of every rank, secrets left out."""
-        # NCCL says nothing of its own when a link breaks; WARN is one line in a healthy run
-        # SHARE: the ranks of a second attempt would meet in the first one's store, read its addresses there and hang;
-        # github.com/pytorch/pytorch/issues/135712, and seen with torch 2.13 over two agents. Now each makes a new one
+        # Without NCCL_DEBUG, NCCL says nothing when a link breaks; WARN prints one line in a healthy run.
+        # With a shared store, the ranks of a second attempt read the first attempt's addresses and hang:
+        # github.com/pytorch/pytorch/issues/135712, and seen with torch 2.13 over two agents.
         usual = {"NCCL_DEBUG": "WARN", "PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.gpu == CPU else {}  # or ranks on CPU would find a GPU after all
         return usual | hidden | dict(self.env)
 
 
-def _read(config: Any) -> dict[str, Any]:
-    """What an Axolotl YAML says, which is checked no further here: `beyond check` does that."""
-    words.one_line(config=config)
+def _read_config(config: Any) -> dict[str, Any]:
+    """Read an Axolotl YAML; what its settings mean is checked by `beyond check`."""
+    check_line(config=config)
     path = Path(config)
     if not path.is_file():
         raise ValueError(f"config={config!r}: there is no such file here.")
     try:
-        inside = yaml.safe_load(path.read_text(encoding="utf-8"))
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ValueError(f"config={config!r}, {where}this is no YAML: {getattr(error, 'problem', error)}.") from error
-    if not isinstance(inside, dict):
+    if not isinstance(settings, dict):
         raise ValueError(f"config={config!r}: an Axolotl YAML is made of lines such as 'base_model: NAME'.")
-    return inside
+    return settings
 
 
-def _program(command: Any) -> list[str]:
-    """The words after torchrun's own options: ``-m module …`` or ``script.py …``."""
+def _split_command(command: Any) -> list[str]:
+    """Return the words after torchrun's own options: ``-m module …`` or ``script.py …``."""
     if isinstance(command, str):
-        words.one_line(command=command)
+        check_line(command=command)
         try:
-            program = shlex.split(command)
+            words = shlex.split(command)
         except ValueError as error:
             raise ValueError(f"command={command!r}: a quotation mark is not closed.") from error
     else:
-        program = list(command)
-        for number, word in enumerate(program):
-            if not isinstance(word, str) or words.CONTROL.search(word):
+        words = list(command)
+        for number, word in enumerate(words):
+            if not isinstance(word, str) or CONTROL_CHARACTER.search(word):
                 raise ValueError(f"command[{number}]={word!r}: give texts of one line.")
-    if program[:1] == ["torchrun"]:
-        program = program[1:]
-    if program[:1] == ["-m"] and len(program) > 1 and all(part.isidentifier() for part in program[1].split(".")):
-        return program
-    if program and program[0].endswith(".py") and not program[0].startswith("-"):
-        return program
+    if words[:1] == ["torchrun"]:
+        words = words[1:]
+    if words[:1] == ["-m"] and len(words) > 1 and all(part.isidentifier() for part in words[1].split(".")):
+        return words
+    if words and words[0].endswith(".py") and not words[0].startswith("-"):
+        return words
     raise ValueError(
         f"command={command!r}: write what torchrun starts, '-m module …' or 'script.py …'; "
         "the launcher and its options are written for you."

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from course_tools.clusters.job import CPU, Job
-from course_tools.clusters.launchers import is_host, program, torchrun
-from course_tools.clusters.shell_script import lines
-from course_tools.clusters.texts import summary, to_yaml
-from course_tools.clusters.words import Shell, line, lines_of
+from course_tools.clusters.launchers import torchrun, training_program
+from course_tools.clusters.shell import Shell, is_host, quoted, script, wrapped
+from course_tools.clusters.yaml_writer import to_yaml
 
 API = "trainer.kubeflow.org/v1alpha1"
 CONFIG_FOLDER = "/etc/training"
@@ -29,45 +28,43 @@ OPTIONS = {
 
 
 def files(job: Job, folder: str) -> dict[str, str]:
-    """``runtime.yaml`` and ``trainjob.yaml``, and ``config.yaml`` where an Axolotl YAML is to be carried along.
+    """Write ``runtime.yaml`` and ``trainjob.yaml``, and ``config.yaml`` for an Axolotl YAML.
 
     Raises:
         ValueError: no image is named.
     """
     if job.image is None:
         raise ValueError("image is missing: name the container image that Kubernetes is to run.")
-    made = {"runtime.yaml": to_yaml(runtime(job), f"{summary(job)}\nHow one machine of it looks.")}
+    result = {"runtime.yaml": to_yaml(runtime(job), f"{job.summary}\nHow one machine of it looks.")}
     secrets = "".join(f' --from-literal={name}="${name}"' for name in job.secrets)
     first = f"\nBefore it, once: kubectl create secret generic {secret(job)}{secrets}" if secrets else ""
-    made["trainjob.yaml"] = to_yaml(train_job(job), f"{summary(job)}\n{command(job, folder)}{first}")
+    result["trainjob.yaml"] = to_yaml(train_job(job), f"{job.summary}\n{command(job, folder)}{first}")
     if job.config is not None:
         text = Path(job.config).read_text(encoding="utf-8")
         config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(job), "data": {"config.yml": text}}
-        made["config.yaml"] = to_yaml(config, f"{summary(job)}\nIts Axolotl YAML, mounted at {CONFIG_FOLDER}.")
-    return made
+        result["config.yaml"] = to_yaml(config, f"{job.summary}\nIts Axolotl YAML, mounted at {CONFIG_FOLDER}.")
+    return result
 
 
 def metadata(job: Job, labels: dict[str, str] | None = None) -> dict[str, Any]:
-    """Name, and namespace and labels where there are any."""
-    named: dict[str, Any] = {"name": job.name}
+    """Return the name, and the namespace and labels where there are any."""
+    result: dict[str, Any] = {"name": job.name}
     if "namespace" in job.options:
-        named["namespace"] = job.options["namespace"]
-    return named | ({"labels": labels} if labels else {})
+        result["namespace"] = job.options["namespace"]
+    return result | ({"labels": labels} if labels else {})
 
 
 def secret(job: Job) -> str:
-    """The Secret whose keys are the job's `secrets`."""
+    """Name the Secret whose keys are the job's `secrets`."""
     return job.options.get("secret", f"{job.name}-secrets")
 
 
 def runtime(job: Job) -> dict[str, Any]:
-    """The TrainingRuntime: one pod a machine; when one fails, all are made anew, `max_restarts` times."""
+    """Return the TrainingRuntime: one pod per machine; when one fails, all start again, `max_restarts` times."""
     volumes: list[dict[str, Any]] = [
         {"name": "output", "persistentVolumeClaim": {"claimName": job.options.get("claim", "training-output")}},
-        {
-            "name": "shared-memory",
-            "emptyDir": {"medium": "Memory"},
-        },  # a pod has 64 MiB; NCCL and data loaders need more
+        # A pod has 64 MiB of shared memory by default; NCCL and data loaders need more
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
     ]
     mounts = [
         {"name": "output", "mountPath": job.options.get("mount", "/mnt/training")},
@@ -107,7 +104,7 @@ def runtime(job: Job) -> dict[str, Any]:
 
 
 def train_job(job: Job) -> dict[str, Any]:
-    """The TrainJob: what each machine runs, with which environment and on how many GPUs."""
+    """Return the TrainJob: what each machine runs, with which environment and on how many GPUs."""
     labels = {"kueue.x-k8s.io/queue-name": job.options["queue"]} if "queue" in job.options else None
     env: list[dict[str, Any]] = [{"name": name, "value": unexpanded(text)} for name, text in job.variables.items()]
     env += [{"name": name, "valueFrom": {"secretKeyRef": {"name": secret(job), "key": name}}} for name in job.secrets]
@@ -127,35 +124,35 @@ def train_job(job: Job) -> dict[str, Any]:
                 "resourcesPerNode": resources,
                 "env": env,
                 "command": ["bash", "-c"],
-                "args": [unexpanded(script(job))],
+                "args": [unexpanded(bash_script(job))],
             },
         },
     }
 
 
-def script(job: Job) -> str:
-    """What bash does in each pod."""
+def bash_script(job: Job) -> str:
+    """Return what bash runs in each pod."""
     output_dir = str(Path(job.options.get("mount", "/mnt/training"), job.output_dir))
     agent = torchrun(
         job,
         endpoint=Shell('"$PET_MASTER_ADDR:$PET_MASTER_PORT"'),
         ranked=True,
-        started=program(job, f"{CONFIG_FOLDER}/config.yml", output_dir),
+        program=training_program(job, f"{CONFIG_FOLDER}/config.yml", output_dir),
     )
-    return lines(
+    return script(
         "set -euo pipefail",
         *job.setup,
-        line(["mkdir", "-p", output_dir]),
+        quoted(["mkdir", "-p", output_dir]),
         is_host("PET_NODE_RANK"),
-        f"exec {lines_of(agent)}",
+        f"exec {wrapped(agent)}",
     )
 
 
 def unexpanded(text: str) -> str:
-    """`text` as Kubernetes passes it on unchanged: it reads $(NAME) in env, command and args, and $$ as one $."""
+    """Escape text for env, command and args, where Kubernetes expands $(NAME) and reads $$ as one $."""
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def command(job: Job, folder: str) -> str:
-    """What to type where kubectl knows the cluster."""
+    """Return what to type where kubectl knows the cluster."""
     return f"kubectl apply -f {shlex.quote(folder + '/')}"

@@ -9,10 +9,10 @@ import shlex
 from typing import Any
 
 from course_tools.clusters.job import CPU, Job
-from course_tools.clusters.launchers import is_host, program, torchrun
-from course_tools.clusters.shell_script import lines
-from course_tools.clusters.texts import sent_config, summary, to_yaml
-from course_tools.clusters.words import Shell, line, lines_of, port
+from course_tools.clusters.launchers import torchrun, training_program
+from course_tools.clusters.shell import Shell, is_host, quoted, script, wrapped
+from course_tools.clusters.validation import port
+from course_tools.clusters.yaml_writer import to_yaml
 
 FILE = "task.yaml"
 MOUNT = "/mnt/training"
@@ -44,16 +44,16 @@ ACCELERATORS = {
 
 
 def files(job: Job, folder: str) -> dict[str, str]:
-    """``task.yaml``.
+    """Write ``task.yaml``.
 
     Raises:
         ValueError: no bucket; a config outside `code`; `use_spot` that is neither yes nor no.
     """
-    return {FILE: to_yaml(task(job), f"{summary(job)}\n{command(job, folder)}")}
+    return {FILE: to_yaml(task(job), f"{job.summary}\n{command(job, folder)}")}
 
 
 def task(job: Job) -> dict[str, Any]:
-    """The task as SkyPilot reads it."""
+    """Return the task as SkyPilot reads it."""
     if "bucket" not in job.options:
         raise ValueError("options['bucket'] is missing: name the storage that outlives a machine, such as s3://mine.")
     spot = job.options.get("use_spot", "no").lower()
@@ -69,7 +69,7 @@ def task(job: Job) -> dict[str, Any]:
         resources["network_tier"] = "best"
     resources["use_spot"] = spot == "yes"
     resources["job_recovery"] = {"max_restarts_on_errors": job.max_restarts}
-    made: dict[str, Any] = {
+    result: dict[str, Any] = {
         "name": job.name,
         "num_nodes": job.num_nodes,
         "workdir": job.code,  # sent along; as seen from where sky is typed
@@ -79,31 +79,31 @@ def task(job: Job) -> dict[str, Any]:
         "envs": job.variables,
     }
     if job.secrets:
-        made["secrets"] = dict.fromkeys(job.secrets)  # null: sky takes the value from --secret
+        result["secrets"] = dict.fromkeys(job.secrets)  # null: sky takes the value from --secret
     # The setup is not put under SkyPilot's own key: that runs in another shell, and `source .venv/bin/activate` is lost
-    return made | {"run": script(job)}
+    return result | {"run": bash_script(job)}
 
 
-def script(job: Job) -> str:
-    """What bash does on each machine, in the folder `code`."""
+def bash_script(job: Job) -> str:
+    """Return what bash runs on each machine, in the folder `code`."""
     output_dir = f"{MOUNT}/{job.output_dir.lstrip('/')}"
     agent = torchrun(
         job,
         endpoint=Shell(f'"$first:{port(job.options)}"'),
         ranked=True,
-        started=program(job, sent_config(job), output_dir),
+        program=training_program(job, job.config_in_code, output_dir),
     )
-    return lines(
+    return script(
         "set -euo pipefail",
         'read -r first <<< "$SKYPILOT_NODE_IPS"',
         *job.setup,
-        line(["mkdir", "-p", output_dir]),
+        quoted(["mkdir", "-p", output_dir]),
         is_host("SKYPILOT_NODE_RANK"),
-        f"exec {lines_of(agent)}",
+        f"exec {wrapped(agent)}",
     )
 
 
 def command(job: Job, folder: str) -> str:
-    """What to type; `sky jobs` watches the machines and starts the run again elsewhere when they go away."""
+    """Return what to type; `sky jobs` watches the machines and starts the run again elsewhere when they go away."""
     secrets = "".join(f" --secret {name}" for name in job.secrets)
     return f"sky jobs launch{secrets} {shlex.quote(f'{folder}/{FILE}')}"

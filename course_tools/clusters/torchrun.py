@@ -5,42 +5,43 @@ from __future__ import annotations
 import shlex
 
 from course_tools.clusters.job import Job
-from course_tools.clusters.launchers import program, torchrun
-from course_tools.clusters.shell_script import exports, lines
-from course_tools.clusters.texts import summary
-from course_tools.clusters.words import Shell, line, lines_of, port
+from course_tools.clusters.launchers import torchrun, training_program
+from course_tools.clusters.shell import Shell, render
+from course_tools.clusters.validation import port
 
 FILE = "launch.sh"
 OPTIONS = {"head": "name or address of the first machine", "port": "free port on it, 29500 if not given"}
+SCRIPT = """\
+#!/usr/bin/env bash
+# {{ job.summary }}
+# On each of the {{ job.num_nodes }} machines, in the folder of the code: {{ command }}
+# The first machine's address is the same everywhere; the output folder must be on storage that all of them share.
+set -euo pipefail
+export RDZV_ENDPOINT="${1:?give HOST:PORT of the first machine, the same on every machine}"
+{{ job | exports }}
+{% for line in job.setup %}
+{{ line }}
+{% endfor %}
+{{ ["mkdir", "-p", job.output_dir] | quoted }}
+exec {{ agent | wrapped }}
+"""
 
 
 def files(job: Job, folder: str) -> dict[str, str]:
-    """``launch.sh``, the same on every machine; they find each other at the first one's address.
+    """Write ``launch.sh``, the same on every machine; they find each other at the first one's address.
 
     Raises:
-        ValueError: an image, for this script starts no container; or `port` that is none.
+        ValueError: an image, for this script starts no container; or `port` is no port.
     """
     if job.image is not None:
         raise ValueError(
             f"image={job.image!r}: this script starts no container; type it inside one, or use setup=[...]."
         )
-    agent = torchrun(job, endpoint=Shell('"$RDZV_ENDPOINT"'), started=program(job, job.config, job.output_dir))
-    text = lines(
-        "#!/usr/bin/env bash",
-        f"# {summary(job)}",
-        f"# On each of the {job.num_nodes} machines, in the folder of the code: {command(job, folder)}",
-        "# The first machine's address is the same everywhere; the output folder must be on storage that all of them share.",
-        "set -euo pipefail",
-        'export RDZV_ENDPOINT="${1:?give HOST:PORT of the first machine, the same on every machine}"',
-        exports(job),
-        *job.setup,
-        line(["mkdir", "-p", job.output_dir]),
-        f"exec {lines_of(agent)}",
-    )
-    return {FILE: text}
+    agent = torchrun(job, endpoint=Shell('"$RDZV_ENDPOINT"'), program=training_program(job, job.config, job.output_dir))
+    return {FILE: render(SCRIPT, job=job, agent=agent, command=command(job, folder))}
 
 
 def command(job: Job, folder: str) -> str:
-    """What to type on every machine."""
+    """Return what to type on every machine."""
     head = job.options.get("head", "FIRST_MACHINE" if job.num_nodes > 1 else "localhost")
     return f"bash {shlex.quote(f'{folder}/{FILE}')} {shlex.quote(head)}:{port(job.options)}"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from course_lib.validation import pick
 from course_tools.clusters import azureml, kubernetes, skypilot, slurm, torchrun
 from course_tools.clusters.job import Job
-from course_tools.clusters.words import one_line
+from course_tools.clusters.validation import check_line
 
 _MODULES: dict[str, ModuleType] = {
     "torchrun": torchrun,
@@ -23,14 +23,14 @@ TARGETS = tuple(_MODULES)
 
 
 class Written(NamedTuple):
-    """What `write` made: the files, and what to type from the folder in which it was called."""
+    """The files that `write` wrote, and what to type from the folder in which it was called."""
 
     files: list[Path]
     command: str
 
 
 def options_of(target: str) -> dict[str, str]:
-    """The options of a target and what each is for.
+    """Return the options of a target and what each is for.
 
     Raises:
         ValueError: no such target; the nearest one is offered.
@@ -40,7 +40,7 @@ def options_of(target: str) -> dict[str, str]:
 
 
 def launch_files(job: Job, target: str, folder: str | os.PathLike[str] = ".") -> dict[str, str]:
-    """The files that start `job` on `target`, as file name to text; nothing is written or started.
+    """Return the files that start `job` on `target`, as file name to text; nothing is written or started.
 
     Args:
         job: the run.
@@ -51,12 +51,12 @@ def launch_files(job: Job, target: str, folder: str | os.PathLike[str] = ".") ->
         ValueError: an unknown target or option (the nearest known one is offered), or something that this target
             cannot do with this job.
     """
-    return _MODULES[_checked(job, target)].files(job, _written(folder))
+    return _MODULES[_checked(job, target)].files(job, _folder_text(folder))
 
 
 def start_command(job: Job, target: str, folder: str | os.PathLike[str] = ".") -> str:
-    """What to type, once the files lie in `folder`. Raises ValueError as `launch_files`."""
-    return _MODULES[_checked(job, target)].command(job, _written(folder))
+    """Return what to type, once the files lie in `folder`. Raises ValueError as `launch_files`."""
+    return _MODULES[_checked(job, target)].command(job, _folder_text(folder))
 
 
 def write(job: Job, target: str, folder: str | os.PathLike[str]) -> Written:
@@ -66,11 +66,11 @@ def write(job: Job, target: str, folder: str | os.PathLike[str]) -> Written:
         ValueError: as `launch_files`; or `folder` is a file.
     """
     texts = launch_files(job, target, folder)
-    place = Path(folder)
-    if place.exists() and not place.is_dir():
+    target_folder = Path(folder)
+    if target_folder.exists() and not target_folder.is_dir():
         raise ValueError(f"folder={str(folder)!r} is a file: name a folder for the launch files.")
-    place.mkdir(parents=True, exist_ok=True)
-    files = [place / name for name in texts]
+    target_folder.mkdir(parents=True, exist_ok=True)
+    files = [target_folder / name for name in texts]
     for path, text in zip(files, texts.values(), strict=True):
         path.write_text(text, encoding="utf-8")
     return Written(files, start_command(job, target, folder))
@@ -85,7 +85,7 @@ def _checked(job: Any, target: str) -> str:
     return target
 
 
-def _written(folder: str | os.PathLike[str]) -> str:
+def _folder_text(folder: str | os.PathLike[str]) -> str:
     text = os.fspath(folder)
-    one_line(folder=text)
+    check_line(folder=text)
     return text.rstrip("/") or text

@@ -125,6 +125,6 @@ def comment(lines: list[str]) -> str:
 
 def yaml(values: dict[str, Any], lines: list[str]) -> str:
     """A YAML document with a comment above it."""
-    from course_tools.clusters.texts import to_yaml  # imports PyYAML, which only these targets need
+    from course_tools.clusters.yaml_writer import to_yaml  # imports PyYAML, which only these targets need
 
     return to_yaml(values, "\n".join(lines))

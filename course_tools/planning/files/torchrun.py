@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from course_tools.clusters.launchers import PATIENCE
-from course_tools.clusters.words import Shell, lines_of
+from course_tools.clusters.launchers import RENDEZVOUS_TIMEOUTS
+from course_tools.clusters.shell import Shell, wrapped
 from course_tools.planning.files.facts import about, comment, hub_id, layout, model_name
 from course_tools.planning.files.programs import not_said, program_of
 
@@ -42,9 +42,9 @@ def files(plan: Plan, base_model: str | None) -> dict[str, str]:
             "--rdzv_backend=c10d",
             Shell('--rdzv_endpoint="$endpoint"'),
             "--rdzv_id=plan",
-            f"--rdzv_conf={PATIENCE}",
+            f"--rdzv_conf={RENDEZVOUS_TIMEOUTS}",
         ]
-    line = lines_of([*started, "-m", module, *options(arguments), Shell('"$@"')])
+    line = wrapped([*started, "-m", module, *options(arguments), Shell('"$@"')])
     return {FILE: f"#!/usr/bin/env bash\n{comment([*about(plan), *notes, how])}set -euo pipefail\n{first}exec {line}\n"}
 
 
