@@ -1,4 +1,4 @@
-"""What of a model's configuration decides how its tensors are cut, and which grids of ranks it can be cut for."""
+"""The part of a model's configuration that decides how its tensors are split, and for which grids of ranks they can be."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Architecture:
 
     @classmethod
     def of(cls, config: Any) -> Architecture:
-        """From ``model.config``, or from a table with the same keys. Raises ValueError for a model that is none of them."""
+        """Read ``model.config``, or a table with the same keys. Raises ValueError for any other kind of model."""
         get = config.get if isinstance(config, Mapping) else lambda key, default=None: getattr(config, key, default)
         kind = get("model_type")
         if kind not in ("llama", "qwen2", "qwen3"):
@@ -52,7 +52,7 @@ class Architecture:
         for name, size in sizes.items():
             if type(size) is not int or size < 1:
                 raise ValueError(
-                    f"The configuration's number of {name} is {size!r}: it is no configuration of a model."
+                    f"The configuration's number of {name} is {size!r}: that is no configuration of a model."
                 )
         if sizes["heads"] % sizes["kv_heads"]:
             raise ValueError(f"{sizes['heads']} heads are no multiple of {sizes['kv_heads']} key/value heads.")
@@ -69,14 +69,14 @@ class Architecture:
         )
 
     def padded_vocab(self, tp: int) -> int:
-        """Rows of the embedding as Megatron pads them: the next multiple of 128 * tp."""
+        """Return the rows of the embedding as Megatron pads them: the next multiple of 128 * tp."""
         return -(-self.vocab // (PAD_TO * tp)) * PAD_TO * tp
 
     def check_grid(self, tp: int, pp: int, *, padded: bool = False) -> None:
-        """Raise ValueError, with the grids that would do, where ``tp`` ranks or ``pp`` stages do not divide the model.
+        """Raise ValueError, with the sizes that would do, if ``tp`` ranks or ``pp`` stages do not divide the model.
 
-        A ``padded`` vocabulary always divides. More ranks than key/value heads are refused too: whoever
-        repeats a head on several ranks must also keep its copies in step during training, and no shard says who did.
+        A ``padded`` vocabulary always divides. More ranks than key/value heads are refused too: a head that is copied
+        to several ranks must be kept equal during training, and the shards do not say whether it was.
         """
         check_counts(tp=tp, pp=pp)
         parts = {

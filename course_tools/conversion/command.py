@@ -1,4 +1,4 @@
-"""The command line: a checkpoint split for a grid of ranks, shards merged, and shards of a training run sealed."""
+"""``beyond convert``: split a checkpoint for a grid of ranks, merge shards, seal the shards of a training run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from course_tools.command_line import ArgumentParser, reports_errors
-from course_tools.conversion.merging import merge
+from course_tools.conversion.folders import merge, seal, split
 from course_tools.conversion.pieces import LAYOUTS
-from course_tools.conversion.splitting import seal, split
 
 
 def parser() -> ArgumentParser:
@@ -41,7 +40,7 @@ def _grid(command: Any, folder: str) -> None:
 
 @reports_errors
 def main(argv: Sequence[str]) -> int:
-    """Do what the options say; prints one line."""
+    """Split, merge or seal, and print one line. Returns 0, or 2 after one sentence on stderr."""
     given = vars(parser().parse_args(argv))
     run = {"split": split, "merge": merge, "seal": seal}[given.pop("command")]
     paths = [given.pop(name) for name in ("folder", "out") if name in given]

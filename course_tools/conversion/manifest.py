@@ -1,22 +1,20 @@
-"""manifest.json of a folder of shards: for which grid and in which layout it was split, and what each file must be."""
+"""manifest.json of a folder of shards: the grid and layout for which it was split, and each file's size and checksum."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from course_lib.checkpoints.errors import CheckpointError
 from course_tools.conversion.pieces import LAYOUTS
-from course_tools.conversion.tensor_files import BYTES, About
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 
 def shard_name(layout: str, tp: int, pp: int, rank: int, stage: int) -> str:
-    """The file of a shard, relative to its folder; the megatron layout has Megatron's folders, without _PPP at pp=1.
+    """Name a shard's file, relative to its folder; layout megatron has Megatron's folders, without _PPP at pp=1.
 
     Megatron itself pickles a model_optim_rng.pt there, with the optimizer in it; ours are safetensors of the weights.
     """
@@ -27,11 +25,10 @@ def shard_name(layout: str, tp: int, pp: int, rank: int, stage: int) -> str:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file: its size, its SHA-256, and the dtype and shape of each tensor in it."""
+    """One file: its size in bytes and its SHA-256."""
 
     bytes: int
     sha256: str
-    tensors: dict[str, About]
 
 
 @dataclass(frozen=True)
@@ -46,50 +43,36 @@ class Manifest:
     def file(self, rank: int, stage: int) -> str:
         return shard_name(self.layout, self.tp, self.pp, rank, stage)
 
-    def shapes(self) -> dict[tuple[int, int], dict[str, tuple[int, ...]]]:
-        return {place: {n: about[1] for n, about in shard.tensors.items()} for place, shard in self.shards.items()}
-
 
 def to_json(manifest: Manifest) -> str:
     files = {manifest.file(*place): vars(shard) for place, shard in sorted(manifest.shards.items())}
-    told = {"format": FORMAT, "layout": manifest.layout, "tp": manifest.tp, "pp": manifest.pp, "shards": files}
-    return json.dumps(told, indent=1) + "\n"
+    fields = {"format": FORMAT, "layout": manifest.layout, "tp": manifest.tp, "pp": manifest.pp, "shards": files}
+    return json.dumps(fields, indent=1) + "\n"
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a folder of shards. Raises CheckpointError where there is none, or it means nothing."""
+    """Read the manifest of a folder of shards. Raises CheckpointError if there is none, or it makes no sense."""
     path = folder / NAME
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} has no {NAME}, so no finished split is there: where training wrote the shards, seal them first."
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: damaged ({error}).") from error
-    if not isinstance(told, dict) or told.get("format") != FORMAT or told.get("layout") not in LAYOUTS:
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT or fields.get("layout") not in LAYOUTS:
         raise CheckpointError(f"{path} is no manifest of shards in format {FORMAT} and a layout that is known here.")
-    layout, tp, pp, files = (told.get(key) for key in ("layout", "tp", "pp", "shards"))
-    if any(type(size) is not int or not 0 < size < 10_000 for size in (tp, pp)) or not isinstance(files, dict):
-        raise CheckpointError(f"{path} gives tp={tp!r}, pp={pp!r} or no table of shards: damaged.")
-    names = {}
-    if len(files) == tp * pp:
-        names = {shard_name(layout, tp, pp, rank, stage): (rank, stage) for rank in range(tp) for stage in range(pp)}
-    if set(files) != set(names):
-        raise CheckpointError(
-            f"{path} does not fit itself: tp={tp}, pp={pp} and layout={layout} are {tp * pp} shards with the names of that "
-            f"layout, and it lists {len(files)}, among them {sorted(set(files) - set(names))[:1]}: damaged."
-        )
     try:
-        return Manifest(layout, tp, pp, {place: _shard(files[name]) for name, place in names.items()})
+        layout, tp, pp = fields["layout"], int(fields["tp"]), int(fields["pp"])
+        shards = {name: Shard(int(one["bytes"]), str(one["sha256"])) for name, one in fields["shards"].items()}
     except (TypeError, ValueError, KeyError, AttributeError):
-        raise CheckpointError(f"{path} has a shard without its size, SHA-256 and tensors: damaged.") from None
-
-
-def _shard(told: Any) -> Shard:
-    tensors = {name: (dtype, tuple(shape)) for name, (dtype, shape) in told["tensors"].items()}
-    if any(dtype not in BYTES or any(type(n) is not int for n in shape) for dtype, shape in tensors.values()):
-        raise ValueError
-    if type(told["bytes"]) is not int or not isinstance(told["sha256"], str):
-        raise ValueError
-    return Shard(told["bytes"], told["sha256"], tensors)
+        raise CheckpointError(f"{path} lacks the grid, or a shard's size and SHA-256: damaged.") from None
+    places = [(rank, stage) for rank in range(tp) for stage in range(pp)] if len(shards) == tp * pp else []
+    names = {shard_name(layout, tp, pp, *place): place for place in places}
+    if set(shards) != set(names):
+        raise CheckpointError(
+            f"{path} does not fit itself: tp={tp}, pp={pp} and layout={layout} are {tp * pp} shards with the names of "
+            f"that layout, and it lists {len(shards)}: damaged."
+        )
+    return Manifest(layout, tp, pp, {names[name]: shard for name, shard in shards.items()})

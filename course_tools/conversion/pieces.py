@@ -1,7 +1,7 @@
-"""What each shard is made of: for every tensor in it, which tensors of the Hugging Face model, and how they are cut.
+"""What each shard is made of: for every tensor in it, which tensors of the Hugging Face model, and how they are split.
 
-Column-parallel matrices (q, k, v, gate, up) and the vocabulary are cut by rows, for PyTorch stores a linear layer as
-[out, in]; row-parallel ones (o, down) by columns. Norms, and biases that are added after the sum, stand whole on every rank.
+Column-parallel matrices (q, k, v, gate, up) and the vocabulary are split by rows, because PyTorch stores a linear layer as
+[out, in]; row-parallel ones (o, down) by columns. Norms, and biases that are added after the sum, are whole on every rank.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Piece:
 def pieces(
     architecture: Architecture, *, tp: int, pp: int, layout: str = "hugging_face", vocab_rows: int | None = None
 ) -> list[list[Piece]]:
-    """The tensors of each pipeline stage; every tensor-parallel rank of a stage has the same ones.
+    """Return the tensors of each pipeline stage; every tensor-parallel rank of a stage has the same ones.
 
-    With tied embeddings the first stage has the matrix, and the last, where it is another one, has a copy of it as its
-    output layer: without it the last stage could not compute a logit.
+    With tied embeddings the first stage has the matrix and the last stage, if it is another one, a copy of it as its
+    output layer, which it needs to compute logits.
 
     ``vocab_rows`` is the size of a padded vocabulary. Raises ValueError for a grid that does not divide the model, or
     another layout.
@@ -64,14 +64,14 @@ def pieces(
     one_layer = _hugging_face_layer if layout == "hugging_face" else _megatron_layer
     rows = vocab_rows or architecture.vocab
     vocabulary = {"shapes": ((rows, architecture.hidden),), "cut": "rows", "rows": architecture.vocab}
-    per_stage = architecture.layers // pp
+    layers_per_stage = architecture.layers // pp
     stages: list[list[Piece]] = []
     for stage in range(pp):
         found = []
         if stage == 0:
             found.append(Piece(embedding, ("model.embed_tokens.weight",), **vocabulary))
-        for local in range(per_stage):  # a stage counts its own layers from 0, in both layouts
-            found += one_layer(architecture, tp, local, stage * per_stage + local)
+        for local in range(layers_per_stage):  # a stage counts its own layers from 0, in both layouts
+            found += one_layer(architecture, tp, local, stage * layers_per_stage + local)
         if stage == pp - 1:
             found.append(Piece(norm, ("model.norm.weight",), ((architecture.hidden,),), "whole"))
             if not architecture.tied:
@@ -83,14 +83,14 @@ def pieces(
 
 
 def ends(layout: str) -> tuple[str, str, str]:
-    """The names of embedding, last norm and output layer. Raises ValueError for a layout that there is not."""
+    """Return the names of embedding, last norm and output layer. Raises ValueError for an unknown layout."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is not one of {', '.join(LAYOUTS)}.")
     return ENDS[layout]
 
 
 def _linears(a: Architecture) -> dict[str, tuple[tuple[int, int], str, bool]]:
-    """Per linear layer of a block: its shape [out, in], its cut, and whether it has a bias."""
+    """Return, per linear layer of a block, its shape [out, in], its cut, and whether it has a bias."""
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     return {
         "self_attn.q_proj": ((q, a.hidden), "rows", a.qkv_bias),
@@ -111,12 +111,12 @@ def _norms(a: Architecture) -> dict[str, int]:
 def _fused(
     a: Architecture, name: str, sources: tuple[str, ...], *, local: str, whole: str, groups: int = 1
 ) -> Iterator[Piece]:
-    """The weight of one or several fused linear layers, and the bias, where they have one."""
+    """Yield the weight of one or several fused linear layers, and the bias if they have one."""
     linears = [_linears(a)[source] for source in sources]
     shapes, cut, bias = tuple(shape for shape, _, _ in linears), linears[0][1], linears[0][2]
     yield Piece(f"{local}.{name}.weight", tuple(f"{whole}.{s}.weight" for s in sources), shapes, cut, groups)
     if bias:
-        # a row-parallel layer adds its bias once, after its partial sums were added, so every rank has all of it
+        # a row-parallel layer adds its bias once, after the all-reduce, so every rank has all of it
         cut = "rows" if cut == "rows" else "whole"
         flat = tuple(shape[:1] for shape in shapes)
         yield Piece(f"{local}.{name}.bias", tuple(f"{whole}.{s}.bias" for s in sources), flat, cut, groups)

@@ -1,7 +1,7 @@
-"""safetensors files, read a slice and written a tensor at a time: a 70B model passes through in the memory of its embedding.
+"""safetensors files, read by slices and written one tensor at a time, so that a 70B model needs little memory.
 
 ``safetensors.torch.save_file`` wants all tensors of a file at once. The format is simple enough to write as it comes: the
-length of a JSON table in 8 bytes, the table (dtype, shape and place of each tensor), and the tensors' bytes in its order.
+length of a JSON table in 8 bytes, the table (dtype, shape and place of each tensor), and the tensors' bytes in that order.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from course_lib.checkpoints.errors import CheckpointError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # an element, of the dtypes that weights are trained in
-About = tuple[str, tuple[int, ...]]  # a tensor's dtype, as safetensors names it, and its shape
+TensorInfo = tuple[str, tuple[int, ...]]  # a tensor's dtype, as safetensors names it, and its shape
 
 
-def num_bytes(about: About) -> int:
-    return BYTES[about[0]] * math.prod(about[1])
+def num_bytes(info: TensorInfo) -> int:
+    return BYTES[info[0]] * math.prod(info[1])
 
 
 class Reader:
-    """Opens safetensors files once each, and gives their tensors as things to slice; nothing is read before that."""
+    """Opens safetensors files once each, and gives their tensors to be sliced; no tensor is read before that."""
 
     def __init__(self) -> None:
         self._open: dict[Path, Any] = {}
-        self._tables: dict[Path, dict[str, About]] = {}
+        self._tables: dict[Path, dict[str, TensorInfo]] = {}
         self._exit = ExitStack()
 
     def __enter__(self) -> Reader:
@@ -56,8 +56,8 @@ class Reader:
                 ) from error
         return self._open[path]
 
-    def table(self, path: Path) -> dict[str, About]:
-        """Dtype and shape of each tensor of a file. Raises CheckpointError: missing, damaged, no floating-point weights."""
+    def table(self, path: Path) -> dict[str, TensorInfo]:
+        """Return dtype and shape of each tensor of a file. Raises CheckpointError: missing, damaged, no floating-point weights."""
         if path in self._tables:
             return self._tables[path]
         file, found = self._file(path), {}
@@ -68,6 +68,7 @@ class Reader:
                 raise CheckpointError(
                     f"{path} holds {name} as {found[name][0]}: only {', '.join(BYTES)} are converted."
                 )
+        self._tables[path] = found
         return found
 
     def slices(self, path: Path, name: str) -> Any:
@@ -75,7 +76,7 @@ class Reader:
 
 
 def weight_files(folder: Path, reader: Reader) -> dict[str, Path]:
-    """In which file of a Hugging Face checkpoint each tensor stands. Raises CheckpointError for one that is not whole."""
+    """Return the file of each tensor of a Hugging Face checkpoint. Raises CheckpointError if something is missing."""
     if (folder / SINGLE).exists():
         return dict.fromkeys(reader.table(folder / SINGLE), folder / SINGLE)
     if not (folder / INDEX).exists():
@@ -97,16 +98,16 @@ def weight_files(folder: Path, reader: Reader) -> dict[str, Path]:
     return files
 
 
-def write(path: Path, wanted: Mapping[str, About], tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, str]:
+def write(path: Path, wanted: Mapping[str, TensorInfo], tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, str]:
     """Write a file of the tensors in ``wanted``, which come in that order, and wait for the disk.
 
     Returns its size in bytes and its SHA-256.
     """
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, about in wanted.items():
-        start, end = end, end + num_bytes(about)
-        table[name] = {"dtype": about[0], "shape": list(about[1]), "data_offsets": [start, end]}
+    for name, info in wanted.items():
+        start, end = end, end + num_bytes(info)
+        table[name] = {"dtype": info[0], "shape": list(info[1]), "data_offsets": [start, end]}
     head = json.dumps(table, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     digest, written = hashlib.sha256(), 0

@@ -1,4 +1,4 @@
-"""One tensor cut for a rank and put together again, and whole models as tables of tensors. No file is touched here."""
+"""Split one tensor for a rank and join it again, and whole models as tables of tensors. No file is touched here."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ COMPUTED = ".rotary_emb.inv_freq"  # a buffer that old Llama checkpoints hold; t
 
 
 def join(parts: list[torch.Tensor], groups: int = 1) -> torch.Tensor:
-    """Fuse tensors [rows_i, …] group by group: a share of each in turn. Returns [sum of rows, …]."""
+    """Fuse tensors [rows_i, …] group by group, a share of each in turn. Returns [sum of rows, …]."""
     return torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
 
 
 def separate(fused: torch.Tensor, rows: list[int], groups: int = 1) -> list[torch.Tensor]:
-    """Undo ``join``: the parts, each of so many rows."""
+    """Undo ``join``: return the parts, each with its number of rows."""
     shares = fused.reshape(groups, -1, *fused.shape[1:]).split([count // groups for count in rows], dim=1)
     return [share.flatten(0, 1) for share in shares]
 
 
 def cut(piece: Piece, tp: int, rank: int, sources: list[Any]) -> torch.Tensor:
-    """One rank's tensor of a piece, in memory of its own.
+    """Return one rank's tensor of a piece, in memory of its own.
 
     Its sources are tensors, or anything that gives tensors when it is sliced.
     """
@@ -37,8 +37,8 @@ def cut(piece: Piece, tp: int, rank: int, sources: list[Any]) -> torch.Tensor:
             parts.append(source[:, rank * width : (rank + 1) * width])
         elif piece.cut == "rows":
             count = shape[0] // tp
-            have = min((rank + 1) * count, piece.rows or shape[0])
-            part = source[min(rank * count, have) : have]
+            end = min((rank + 1) * count, piece.rows or shape[0])
+            part = source[min(rank * count, end) : end]
             if len(part) < count:  # the last rows of a padded vocabulary
                 part = torch.cat([part, part.new_zeros(count - len(part), *shape[1:])])
             parts.append(part)
@@ -50,9 +50,9 @@ def cut(piece: Piece, tp: int, rank: int, sources: list[Any]) -> torch.Tensor:
 
 
 def rejoined(piece: Piece, tp: int, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The whole sources of a piece, from every tensor-parallel rank's tensor.
+    """Return the whole sources of a piece, from every tensor-parallel rank's tensor.
 
-    Raises ValueError where a tensor that every rank holds whole is not the same on all: which one should be kept?
+    Raises ValueError if a tensor that every rank holds whole is not the same on all of them.
     """
     if piece.cut == "columns":
         return [torch.cat(parts, dim=1)]
@@ -71,14 +71,14 @@ def rejoined(piece: Piece, tp: int, parts: list[torch.Tensor]) -> list[torch.Ten
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Byte for byte, so that a NaN equals itself."""
+    """Compare byte for byte, so that a NaN equals itself."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def whole(piece: Piece, tp: int, get: Callable[[int, str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The whole sources of a piece, by name; ``get(tp rank, name)`` reads a shard of its stage. Raises as ``rejoined``."""
+    """Yield the whole sources of a piece by name; ``get(tp rank, name)`` reads a tensor of its stage. Raises as ``rejoined``."""
     parts = [get(rank, piece.name) for rank in range(tp)]
     if len({part.dtype for part in parts}) > 1:
         raise ValueError(f"{piece.name} has another dtype on one tp rank than on another.")
@@ -86,9 +86,9 @@ def whole(piece: Piece, tp: int, get: Callable[[int, str], torch.Tensor]) -> Ite
 
 
 def once(stages: list[list[Piece]], tp: int, get: Callable[[int, int, str], torch.Tensor]) -> list[tuple[int, Piece]]:
-    """(stage, piece) of all pieces but the second copy of a tied embedding, which is compared with the first.
+    """Return (stage, piece) of all pieces except the second copy of a tied embedding, which must equal the first.
 
-    ``get(tp rank, stage, name)`` reads a shard. Raises ValueError where the copies differ: which one should be kept?
+    ``get(tp rank, stage, name)`` reads a tensor. Raises ValueError if the copies differ.
     """
     found: dict[tuple[str, ...], tuple[int, Piece]] = {}
     for stage, piece in ((stage, piece) for stage, these in enumerate(stages) for piece in these):
@@ -111,7 +111,7 @@ def split_state(
     layout: str = "hugging_face",
     pad_vocab: bool = False,
 ) -> dict[Place, dict[str, torch.Tensor]]:
-    """Cut ``model.state_dict()`` for ``tp`` ranks by ``pp`` stages; each shard has memory of its own.
+    """Split ``model.state_dict()`` for ``tp`` ranks times ``pp`` stages; each shard has memory of its own.
 
     Args:
         config: ``model.config``, or its table; Llama, Qwen2 or Qwen3.
@@ -168,8 +168,8 @@ def merge_state(
 
 
 def padding(architecture: Architecture, tp: int, layout: str, pad_vocab: bool) -> int | None:
-    """Rows of the padded vocabulary, None where it is not padded. Raises ValueError where the layout has no padding."""
-    if not pad_vocab or type(tp) is not int or tp < 1:  # what is no tp at all, check_grid refuses
+    """Return the rows of the padded vocabulary, or None. Raises ValueError if the layout has no padding."""
+    if not pad_vocab or type(tp) is not int or tp < 1:  # check_grid refuses a tp that makes no sense
         return None
     if layout == "hugging_face":
         raise ValueError("pad_vocab goes with layout='megatron': transformers has no padded vocabulary.")
@@ -177,7 +177,7 @@ def padding(architecture: Architecture, tp: int, layout: str, pad_vocab: bool) -
 
 
 def check_whole(architecture: Architecture, shapes: Mapping[str, tuple[int, ...]], whose: str) -> None:
-    """Raise ValueError where the whole model lacks a tensor, has one too many, or one of another shape."""
+    """Raise ValueError if the whole model lacks a tensor, has one too many, or one of another shape."""
     wanted = {
         source: shape
         for piece in pieces(architecture, tp=1, pp=1)[0]
@@ -191,7 +191,7 @@ def check_whole(architecture: Architecture, shapes: Mapping[str, tuple[int, ...]
 def fitting(
     architecture: Architecture, tp: int, pp: int, layout: str, shards: Mapping[Place, Mapping[str, tuple[int, ...]]]
 ) -> list[list[Piece]]:
-    """The pieces that these shards are made of, padded or not, every name and shape compared. Raises ValueError."""
+    """Return the pieces of these shards, padded or not, after comparing every name and shape. Raises ValueError."""
     rows = tp * shards[0, 0].get(ends(layout)[0], (0,))[0]
     padded = layout == "megatron" and rows == architecture.padded_vocab(tp)
     stages = pieces(architecture, tp=tp, pp=pp, layout=layout, vocab_rows=rows if padded else None)
