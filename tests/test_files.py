@@ -21,6 +21,16 @@ def test_the_new_content_replaces_the_old_and_nothing_else_is_left(tmp_path):
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
+def test_permissions_can_be_given_and_a_new_file_has_them_from_the_start(tmp_path):
+    path = tmp_path / "private.json"
+    old = os.umask(0)
+    try:
+        files.write_atomically(path, "{}", mode=0o600)
+    finally:
+        os.umask(old)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     files.write_atomically(path, b"old")

@@ -217,7 +217,7 @@ def test_hidden_gpus_are_not_named(monkeypatch):
 
 def test_the_stamp_starts_no_cuda_and_imports_no_torch():
     code = "import sys; from course_lib.notebook.ledger import stamp; stamp(); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(ledger.__file__).parent.parent).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0
 
 
 def test_measured_takes_the_stamp_of_here_by_itself():

@@ -54,7 +54,7 @@ def test_the_source_of_a_module_a_function_or_a_class(thing, name):
     source = inspect.getsource(thing)
     assert repr(shown) == source
     page = Text(shown._repr_html_())
-    file = "notebook.py" if thing is notebook else "test_notebook.py"
+    file = "__init__.py" if thing is notebook else "test_notebook.py"
     summary = f"Source of {name} ({file}, {len(source.splitlines())} lines)"
     assert page.text.startswith(summary)
     assert page.text.removeprefix(summary).strip("\n") == source.strip("\n")

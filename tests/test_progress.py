@@ -14,7 +14,7 @@ import pytest
 from course_lib.notebook import progress
 from course_lib.notebook.progress import LedgerRecord, Progress
 
-REPOSITORY = Path(progress.__file__).parent.parent
+REPOSITORY = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def home(tmp_path, monkeypatch):
 
 
 def another_process(*lines: str) -> subprocess.Popen:
-    code = "\n".join(["from course_lib import progress", *lines])
+    code = "\n".join(["from course_lib.notebook import progress", *lines])
     return subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": "."})
 
 

@@ -11,7 +11,7 @@ from course_checks.harness import checking
 from course_checks.harness.checking import Lab, NotYet, Verdict
 from course_lib.notebook import progress
 
-ROOT = Path(checking.__file__).parent.parent
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import socket
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,10 +14,10 @@ from classroom.authoring import notes
 from classroom.workshop import class_needs, command, pace, preflight
 from course_lib.notebook import contents
 from course_lib.notebook.contents import Section
+from course_lib.units import GIB
 from course_tools.doctor.findings import NOTE, OK, PROBLEM, Finding
 
 ROOT = Path(contents.ROOT)
-GIB = 2**30
 NOTE_5 = """---
 skip_first:
   - {section: "## 5. Bytes by stage", because: "lesson 1 counted them"}
@@ -136,7 +134,7 @@ def test_a_note_that_cannot_be_understood_is_one_sentence(course, capsys, text, 
     ("finding", "level", "words"),
     [
         (class_needs.cores(16, 2), PROBLEM, "groups of 8"),
-        (class_needs.cores(16, 16), NOTE, "1 a learner"),
+        (class_needs.cores(16, 16), NOTE, "1 per learner"),
         (class_needs.cores(16, 32), OK, ""),
         (class_needs.memory(16, 31 * GIB), PROBLEM, "at most 15 learners"),
         (class_needs.memory(16, 64 * GIB), NOTE, "at most 10 learners at once"),
@@ -145,37 +143,24 @@ def test_a_note_that_cannot_be_understood_is_one_sentence(course, capsys, text, 
         (class_needs.disk(16, 72 * GIB, cuda=False), OK, ""),
         (class_needs.disk(16, 72 * GIB, cuda=True), NOTE, "one copy"),
         (class_needs.shared_memory(16, GIB, 4), PROBLEM, "--shm-size=2g"),
-        (class_needs.shared_memory(16, GIB, 0), NOTE, "64 MiB a learner"),
+        (class_needs.shared_memory(16, GIB, 0), OK, "64 MiB per learner"),
         (class_needs.shared_memory(16, 2 * GIB, 4), OK, ""),
         (class_needs.shared_memory(16, None, 4), OK, ""),
-        (class_needs.open_files(255), PROBLEM, "ulimit -n 4096"),
-        (class_needs.open_files(1023), NOTE, "ulimit -n 4096"),
-        (class_needs.open_files(None), OK, ""),
         (class_needs.processes(16, None, 1000, 2), PROBLEM, "--pids-limit 3264"),
         (class_needs.processes(16, 50, None, 2), PROBLEM, "ulimit -u 204"),
         (class_needs.processes(16, 1000, None, 2), NOTE, "an account of their own"),
         (class_needs.processes(16, None, None, 2), OK, "no limit"),
         (class_needs.gpus(16, 0, ""), OK, "nobody waits"),
-        (class_needs.gpus(16, 4, ""), NOTE, "4 at once with one each, 2 with two each; in turns of one everybody has had a GPU after 4 runs"),
+        (class_needs.gpus(16, 4, ""), NOTE, "4 at once with one each, 2 with two each; in turns of one"),
         (class_needs.gpus(2, 1, ""), NOTE, "a run with two does not fit"),
         (class_needs.gpus(16, 4, "/no/such/folder"), PROBLEM, "gpus init /no/such/folder --gpus 4"),
         (class_needs.gpus(16, 4, "/tmp"), OK, "lent through /tmp"),
         (class_needs.gpus(2, 4, ""), OK, "two each"),
-        (class_needs.ports(16, []), OK, "8888 to 8903"),
-        (class_needs.ports(16, [8888]), NOTE, "taken: 8888"),
-        (class_needs.ports(16, range(8888, 8939)), PROBLEM, "make lab LAB_ARGS"),
     ],
-)  # fmt: skip
+)
 def test_what_a_class_needs(finding: Finding, level: str, words: str):
     assert finding.level == level and words in " ".join((finding.says, finding.means, finding.mend)), finding
     assert bool(finding.mend) or finding.level != PROBLEM
-
-
-def test_a_port_that_somebody_listens_on_is_busy(monkeypatch):
-    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        port = taken.getsockname()[1]
-        monkeypatch.setattr(class_needs, "FIRST_PORT", port - 1)
-        assert port in class_needs.busy_ports(2)
 
 
 def test_a_container_is_told_by_its_limits(tmp_path):
@@ -202,14 +187,11 @@ def test_the_preflight_tells_the_doctors_findings_and_the_classs(monkeypatch, ca
     )
     assert preflight.main(["--learners", "3", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert [one["about"] for one in found][:2] == ["Python", "class: cores"] and len(found) == 9
+    assert [one["about"] for one in found][:2] == ["Python", "class: cores"] and len(found) == 7
     monkeypatch.setattr(preflight, "for_a_class", lambda learners: iter([Finding(OK, "class: cores", f"{learners}")]))
     assert preflight.main(["--learners", "3"]) == 0
     assert "this box carries 3 learners" in capsys.readouterr().out
     assert preflight.main(["--class-only"]) == 0 and "Python" not in capsys.readouterr().out
-    for wrong in (["--learners", "0"], ["--learners", "x"]):
-        with pytest.raises(SystemExit, match="2"):
-            preflight.main(wrong)
+    assert preflight.main(["--learners", "0"]) == preflight.main(["--learners", "x"]) == 2
     monkeypatch.setenv("BEYOND_ONE_GPU_GPUS", "many")
-    with pytest.raises(SystemExit, match="2"):
-        preflight.main([])
+    assert preflight.main([]) == 2

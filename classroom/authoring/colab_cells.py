@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
+
+from course_lib.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("01_gpu_memory", "02_single_gpu")  # one GPU is enough for these
@@ -116,9 +117,7 @@ def write(root: Path = ROOT) -> list[str]:
             continue
         file = root / path
         text = with_both(file.read_text(encoding="utf-8"), path, address)
-        half = file.with_name(f".{file.name}.tmp")
-        half.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(half, file)
+        write_atomically(file, text)
         written.append(path)
     return written
 

@@ -10,7 +10,6 @@ import argparse
 import ast
 import importlib
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from classroom.authoring import colab_cells as colab
 from course_checks.harness.checking import Lab
+from course_lib.files import write_atomically
 from course_lib.notebook.contents import ROOT
 
 STUB = "raise NotImplementedError  # your code here"
@@ -39,9 +39,7 @@ def generate(solution_path: str | Path, lab_path: str | Path, *, force: bool = F
             return False
         if not force and _worked_in(lab_path):
             raise FileExistsError(f"{lab_path} has executed cells, somebody's work: copy it away, or use --force")
-    half = lab_path.with_name(f".{lab_path.name}.tmp")
-    half.write_text(text, encoding="utf-8", newline="\n")
-    os.replace(half, lab_path)
+    write_atomically(lab_path, text)
     return True
 
 
@@ -49,15 +47,15 @@ def out_of_sync(folder: str | Path = ROOT) -> list[str]:
     """The labs under `folder` that are not what its solutions give, each as 'labs/NAME.ipynb: why'."""
     folder = Path(folder)
     solutions = {path.name: path for path in sorted((folder / "solutions").glob("*.ipynb"))}
-    said = []
+    problems = []
     for name, path in solutions.items():
         lab = folder / "labs" / name
         if not lab.exists():
-            said.append(f"labs/{name}: missing")
+            problems.append(f"labs/{name}: missing")
         elif _read(lab) != render(path):
-            said.append(f"labs/{name}: differs from what solutions/{name} gives")
+            problems.append(f"labs/{name}: differs from what solutions/{name} gives")
     orphans = [path.name for path in sorted((folder / "labs").glob("*.ipynb")) if path.name not in solutions]
-    return said + [f"labs/{name}: has no solutions/{name}" for name in orphans]
+    return problems + [f"labs/{name}: has no solutions/{name}" for name in orphans]
 
 
 def render(solution_path: str | Path) -> str:
@@ -220,8 +218,7 @@ def _retitle(cells: list[Any], lab: Lab, path: Path) -> None:
             wanted = f"# Solution {lab.number}: "
             if not heading[0].startswith(wanted):
                 raise ValueError(f"the first heading of {path.name} must begin with {wanted!r}, not {heading[0]!r}")
-            at = heading.start()
-            cell.source = cell.source[:at] + f"# Lab {lab.number}: " + cell.source[at + len(wanted) :]
+            cell.source = cell.source.replace(wanted, f"# Lab {lab.number}: ", 1)
             return
     raise ValueError(f"{path.name} has no heading '# Solution {lab.number}: …'")
 
@@ -246,11 +243,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.check:
         try:
-            said = out_of_sync(options.root)
+            problems = out_of_sync(options.root)
         except ValueError as error:
-            said = [str(error)]
-        print("\n".join(said) or "labs/ is in step with solutions/")
-        return 1 if said else 0
+            problems = [str(error)]
+        print("\n".join(problems) or "labs/ is in step with solutions/")
+        return 1 if problems else 0
     status = 0
     (options.root / "labs").mkdir(exist_ok=True)
     for solution in sorted((options.root / "solutions").glob("*.ipynb")):

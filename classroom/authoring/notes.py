@@ -6,7 +6,6 @@ each with `because`) and `lab_core` (the lab's exercises to keep).
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from course_lib.notebook import contents
 from course_lib.notebook.contents import ROOT
+from course_tools.command_line import ArgumentParser, reports_errors
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,16 @@ def plain(heading: str) -> str:
     return heading.lstrip("#").strip()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@reports_errors
+def main(argv: Sequence[str]) -> int:
     """Print the note on one lesson. Returns 1 where none is written yet, 2 for a lesson that does not exist."""
-    parser = argparse.ArgumentParser(prog="beyond class notes", description="The instructor's note on a lesson.")
+    parser = ArgumentParser(prog="beyond class notes", description="The instructor's note on a lesson.")
     parser.add_argument("lesson", type=int, help="1 to 8")
     parser.add_argument("--path", action="store_true", help="only where the file lies")
-    given = parser.parse_args(argv)
-    try:
-        note = read(given.lesson)
-        if note is None:
-            print(f"No note on lesson {given.lesson} is written yet: {note_path(given.lesson)}", file=sys.stderr)
-            return 1
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(note.path if given.path else note.text)
+    options = parser.parse_args(argv)
+    note = read(options.lesson)
+    if note is None:
+        print(f"No note on lesson {options.lesson} is written yet: {note_path(options.lesson)}", file=sys.stderr)
+        return 1
+    print(note.path if options.path else note.text)
     return 0

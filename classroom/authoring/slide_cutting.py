@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from classroom.authoring.slide_rendering import FOLD_LINES, Block, code_block, output_block, text_blocks
+from classroom.authoring.slide_blocks import FOLD_LINES, Block, code_block, output_block, text_blocks
 
 ROOM = 590  # px below the heading of a slide of 1280 x 720
 

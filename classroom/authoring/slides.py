@@ -1,20 +1,23 @@
 """``beyond class slides 3``: a lesson as slides, its outputs and figures as they lie in the notebook.
 
-Each deck is one HTML file that opens from the disk, without a network and without any other file. It is the course's
-own page and not nbconvert's reveal.js one: that loads reveal.js, require.js, jQuery, MathJax and Mermaid from servers,
-and a room in which sixteen people share one uplink is no place to find out.
+Each deck is one HTML file that opens from the disk, without a network and without any other file. nbconvert's reveal.js
+slides load reveal.js, require.js, jQuery, MathJax and Mermaid from servers, which a room that shares one uplink may not
+reach.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-KEYS = "→ or space: on · ← back · n: a window with the notes · f: full screen · print: one slide a sheet"
+from course_lib.files import write_atomically
+from course_lib.notebook import contents
+from course_lib.notebook.contents import ROOT
+from course_tools.command_line import ArgumentParser, reports_errors
+
+TEMPLATE = Path(__file__).with_name("slides.html.j2")
+KEYS = "→ or space: on · ← back · n: a window with the notes · f: full screen · print: one slide per sheet"
 
 
 def make(lesson: Path, folder: Path, *, notes: Path | None = None) -> tuple[Path, int]:
@@ -27,83 +30,67 @@ def make(lesson: Path, folder: Path, *, notes: Path | None = None) -> tuple[Path
         ValueError: `lesson` is no notebook.
         OSError: `folder` cannot be written.
     """
+    import jinja2
     import nbformat
+    from markupsafe import Markup
 
+    from classroom.authoring.slide_blocks import inline, markdown
     from classroom.authoring.slide_cutting import cut
-    from classroom.authoring.slide_page import page
 
     try:
-        notebook = nbformat.reads(lesson.read_text(encoding="utf-8"), as_version=4)
-        slides = cut(notebook)
+        slides = cut(nbformat.reads(lesson.read_text(encoding="utf-8"), as_version=4))
     except (ValueError, KeyError, TypeError, AttributeError, nbformat.ValidationError) as error:
         raise ValueError(
             f"{lesson} is no notebook that can be read ({error}); take it from the repository again."
         ) from None
     if not slides:
         raise ValueError(f"{lesson} is an empty notebook; take it from the repository again.")
-    told = speaker_notes(notes.read_text(encoding="utf-8")) if notes and notes.is_file() else {}
+    by_heading = speaker_notes(notes.read_text(encoding="utf-8")) if notes and notes.is_file() else {}
+    environment = jinja2.Environment(autoescape=True)
+    environment.filters |= {
+        "inline": lambda text: Markup(inline(text)),
+        "markdown": lambda text: Markup(markdown(text)),
+    }
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{lesson.stem}.html"
-    target.write_text(page(slides[0].heading, slides, told), encoding="utf-8", newline="\n")
+    write_atomically(target, template.render(title=slides[0].heading, slides=slides, notes=by_heading))
     return target, len(slides)
 
 
 def speaker_notes(note: str) -> dict[str, str]:
-    """An instructor's note by heading: what stands under each `### heading`; under "" what stands before the first `##`."""
+    """Split a note by `### heading`; under "" stands what comes before its first `##`."""
     body = re.sub(r"\A---\n.*?\n---\n", "", note, flags=re.DOTALL)
     found: dict[str, list[str]] = {"": []}
-    at: str | None = ""
+    current: str | None = ""
     for line in body.splitlines():
         if heading := re.match(r"(#+) +(.+?)\s*$", line):
-            at = heading[2] if len(heading[1]) == 3 else "" if len(heading[1]) == 1 else None
-            found.setdefault(at or "", [])
-        elif at is not None:
-            found[at].append(line)
+            current = heading[2] if len(heading[1]) == 3 else "" if len(heading[1]) == 1 else None
+            found.setdefault(current or "", [])
+        elif current is not None:
+            found[current].append(line)
     return {name: text for name, lines in found.items() if (text := "\n".join(lines).strip())}
 
 
-def chosen(which: str, root: Path = ROOT) -> list[Path]:
-    """The notebooks of lesson "3", or of "all".
-
-    Raises:
-        ValueError: no such lesson.
-    """
-    lessons = [path for path in sorted((root / "lessons").glob("0[1-9]_*.ipynb"))]
-    if not lessons:
-        raise ValueError(f"There are no lessons in {root / 'lessons'}; run this in a checkout of the course.")
+def chosen(which: str) -> list[Path]:
+    """The notebooks of lesson "3", or of "all". Raises ValueError where there is no such lesson."""
     if which == "all":
-        return lessons
-    found = [path for path in lessons if which.isdecimal() and int(path.name[:2]) == int(which)]
-    if not found:
-        raise ValueError(f"There is no lesson {which!r}; give a number from 1 to {len(lessons)}, or all.")
-    return found
+        return [contents.find(row.number, "lessons") for row in contents.map_rows()]
+    if not which.isdecimal():
+        raise ValueError(f"There is no lesson {which!r}; give its number, or all.")
+    return [contents.find(int(which), "lessons")]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@reports_errors
+def main(argv: Sequence[str]) -> int:
     """Make the slides; returns 0, or 2 for bad input."""
-    parser = argparse.ArgumentParser(
-        prog="beyond class slides", description="A lesson as slides: one HTML file, no network."
-    )
+    parser = ArgumentParser(prog="beyond class slides", description="A lesson as slides: one HTML file, no network.")
     parser.add_argument("lesson", help="a lesson's number, or all")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "slides", help="the folder to write into")
-    given = parser.parse_args(argv)
-    try:
-        for lesson in chosen(given.lesson):
-            note = ROOT / "site" / "instructors" / f"{lesson.stem}.md"
-            target, count = make(lesson, given.out, notes=note)
-            print(f"{target}: {count} slides", flush=True)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(
-            f"The slides cannot be written to {given.out}: {error.strerror or error}. Choose another --out.",
-            file=sys.stderr,
-        )
-        return 2
+    options = parser.parse_args(argv)
+    for lesson in chosen(options.lesson):
+        note = ROOT / "site" / "instructors" / f"{lesson.stem}.md"
+        target, count = make(lesson, options.out, notes=note)
+        print(f"{target}: {count} slides", flush=True)
     print(KEYS)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`workshop gpus`: who has which GPU of this box, the folder that a class leases them through, a lease for a command."""
+"""``beyond class gpus``: who has which GPU of this box, the folder a class leases them through, a lease for a command."""
 
 from __future__ import annotations
 
@@ -14,58 +14,50 @@ from pathlib import Path
 
 from course_lib.launch.leases import COUNT_VARIABLE, FOLDER_VARIABLE, NAME_VARIABLE, NoTurn, Pool
 from course_lib.launch.leases.messages import duration
-
-GOOD, NOT_YET, BAD_INPUT = 0, 1, 2  # exit codes
-HELP = "who has which GPU of this box, and who waits; make the class's folder; lease for a command"
+from course_tools.command_line import ArgumentParser, reports_errors
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    made = argparse.ArgumentParser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="beyond class gpus",
         description="Without a word after it: who has which GPU, since when, and who waits.",
         epilog=f"The folder is of this machine only. Learners have it in {FOLDER_VARIABLE}, their names in {NAME_VARIABLE}.",
-        allow_abbrev=False,
     )
-    made.add_argument("--folder", default=os.environ.get(FOLDER_VARIABLE, ""), help=f"default: ${FOLDER_VARIABLE}")
-    commands = made.add_subparsers(dest="command", metavar="COMMAND")
-    init = commands.add_parser(
-        "init", help="make the folder, and print the line that learners need", allow_abbrev=False
-    )
+    parser.add_argument("--folder", default=os.environ.get(FOLDER_VARIABLE, ""), help=f"default: ${FOLDER_VARIABLE}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    init = commands.add_parser("init", help="make the folder, and print the lines that learners need")
     init.add_argument("where", metavar="FOLDER", help="a new folder on a disk of this machine, such as /var/tmp/gpus")
     init.add_argument("--gpus", type=int, help="how many there are; default: what nvidia-smi lists")
     run = commands.add_parser(
-        "run", help="run -n 2 --name Ada -- COMMAND: lease for as long as it lives", allow_abbrev=False,
+        "run",
+        help="run -n 2 --name Ada -- COMMAND: lease for as long as it lives",
         usage="beyond class gpus run [-n N] [--name NAME] [--wait SECONDS] [--folder F] -- COMMAND …",
-    )  # fmt: skip
+    )
     run.add_argument("-n", type=int, default=1, help="GPUs; default 1")
     run.add_argument("--name", default="", help=f"of the learner; default: ${NAME_VARIABLE}, or the user's name")
     run.add_argument("--wait", type=float, metavar="SECONDS", help="give up after that long, with exit code 1")
     run.add_argument("--folder", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    return made
+    return parser
 
 
+@reports_errors
 def main(argv: Sequence[str]) -> int:
     """Exit codes 0; 1: the turn did not come within --wait; 2: bad input; under `run` else the command's own."""
-    words = list(argv)
-    cut = words.index("--") if "--" in words else len(words)
-    given = parser().parse_args(words[:cut])
+    end = argv.index("--") if "--" in argv else len(argv)
+    options = _parser().parse_args(argv[:end])
+    if options.command == "init":
+        return _init(options.where, options.gpus)
+    if not options.folder:
+        raise ValueError(
+            f"Which folder? Set {FOLDER_VARIABLE}, or give --folder; to make one: gpus init /var/tmp/gpus --gpus 4"
+        )
+    if options.command is None:
+        return _show(Pool(options.folder))
     try:
-        if given.command == "init":
-            return _init(given.where, given.gpus)
-        if not given.folder:
-            raise ValueError(
-                f"Which folder? Set {FOLDER_VARIABLE}, or give --folder; to make one: gpus init /var/tmp/gpus --gpus 4"
-            )
-        if given.command == "run":
-            return _run(given, words[cut + 1 :])
-        return _show(Pool(given.folder))
+        return _run(options, argv[end + 1 :])
     except NoTurn as error:
         print(error, file=sys.stderr)
-        return NOT_YET
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
+        return 1
 
 
 def _init(where: str, gpus: int | None) -> int:
@@ -84,7 +76,7 @@ def _init(where: str, gpus: int | None) -> int:
         print(
             f"Other users of this box cannot reach it, for {closed} is closed to them: choose a folder outside of it."
         )
-    return GOOD
+    return 0
 
 
 def _show(pool: Pool) -> int:
@@ -102,10 +94,10 @@ def _show(pool: Pool) -> int:
     print("Nobody waits." if not queue else "In the queue, whose turn is next first:")
     for ticket in queue:
         print(f"  {ticket.name} wants {ticket.wants}, for {duration(now - ticket.since)}")
-    return GOOD
+    return 0
 
 
-def _run(given: argparse.Namespace, command: list[str]) -> int:
+def _run(options: argparse.Namespace, command: list[str]) -> int:
     """Become the command, with the locks open: the lease is its own, and ends when the last of its processes has."""
     if not command:
         raise ValueError("Which command? Put it behind two dashes: gpus run -n 1 -- python train.py")
@@ -114,7 +106,7 @@ def _run(given: argparse.Namespace, command: list[str]) -> int:
         raise ValueError(f"{command[0]}: no such command here.")
     before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # Ctrl-Z in the queue would keep all those behind waiting
     try:
-        lease = Pool(given.folder).lease(given.n, name=given.name, wait=given.wait, tell=_tell).take()
+        lease = Pool(options.folder).lease(options.n, name=options.name, wait=options.wait, tell=_tell).take()
     except KeyboardInterrupt:
         return 130
     finally:

@@ -1,14 +1,13 @@
 """``beyond class pace``: the minutes of a lesson by section, and what to skip when time is short.
 
 The rule: a section costs a minute for 200 words to read, 3 seconds a line of code, 20 seconds a cell to run and look
-at, a minute a figure. These costs only set the proportions. The lesson's minutes, as the course map states them, are shared out by them, in whole minutes, at least one a section, so that they sum to what is stated.
+at, a minute per figure. These costs only set the proportions: they share out the lesson's minutes, as the course map
+states them, in whole minutes and at least one per section.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from classroom.authoring import notes
 from course_lib.notebook import contents
 from course_lib.notebook.contents import ROOT, Section
+from course_tools.command_line import ArgumentParser, reports_errors
 
 WORDS_A_MINUTE, SECONDS_A_LINE, SECONDS_A_CELL, SECONDS_A_FIGURE = 200, 3, 20, 60
 
@@ -63,16 +63,16 @@ def plan(
     """
     steps = [Step(*both) for both in zip(sections, share(minutes, [cost(one) for one in sections]), strict=True)]
     for skip in skips:
-        at = next((i for i, step in enumerate(steps) if step.section.title == skip.section), None)
-        if at is None:
+        index = next((i for i, step in enumerate(steps) if step.section.title == skip.section), None)
+        if index is None:
             raise ValueError(
                 f"the note skips {skip.section!r}, which is no heading of the lesson: write it as it stands there"
             )
         if limit is None or taken(steps) <= limit:
             continue
-        steps[at].skipped = steps[at].skipped or skip.because
-        for below in steps[at + 1 :]:
-            if below.section.level <= steps[at].section.level:
+        steps[index].skipped = steps[index].skipped or skip.because
+        for below in steps[index + 1 :]:
+            if below.section.level <= steps[index].section.level:
                 break
             below.skipped = below.skipped or skip.because
     return steps
@@ -96,24 +96,21 @@ def minute_of(text: str) -> int:
     return int(match[1]) * 60 + int(match[2])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@reports_errors
+def main(argv: Sequence[str]) -> int:
     """Print the plan. Returns 1 when it does not fit into --minutes, 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="beyond class pace", description="Minutes by section, and what to skip.")
+    parser = ArgumentParser(prog="beyond class pace", description="Minutes by section, and what to skip.")
     parser.add_argument("lesson", type=int, nargs="?", help="1 to 8; without it, one line for each lesson")
     parser.add_argument("--minutes", type=int, help="what you have for the lesson, without its lab")
     parser.add_argument("--start", metavar="HH:MM", help="when it begins: shows clock times")
-    given = parser.parse_args(argv)
-    try:
-        start = None if given.start is None else minute_of(given.start)
-        if given.minutes is not None and given.minutes < 1:
-            raise ValueError("--minutes must be above 0")
-        if given.lesson is None:
-            print("\n".join(overview()))
-            return 0
-        lines, fits = lesson(given.lesson, given.minutes, start)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    options = parser.parse_args(argv)
+    start = None if options.start is None else minute_of(options.start)
+    if options.minutes is not None and options.minutes < 1:
+        raise ValueError("--minutes must be above 0")
+    if options.lesson is None:
+        print("\n".join(overview()))
+        return 0
+    lines, fits = lesson(options.lesson, options.minutes, start)
     print("\n".join(lines))
     return 0 if fits else 1
 
@@ -175,7 +172,3 @@ def lab_lines(number: int, note: notes.Note | None, now: int | None, root: Path 
     if core:
         lines.append(f"{sum(one.minutes for one in found if one.title in core)} minutes for the core alone")
     return lines
-
-
-if __name__ == "__main__":
-    sys.exit(main())

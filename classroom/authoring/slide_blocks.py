@@ -74,6 +74,11 @@ def markdown(text: str) -> str:
     return str(_markdown().render(text))
 
 
+def inline(text: str) -> str:
+    """A heading's Markdown as HTML without the heading around it ("3. What it costs" is no item of a list)."""
+    return markdown(f"# {text}").strip().removeprefix("<h1>").removesuffix("</h1>")
+
+
 def text_blocks(source: str) -> list[Block]:
     """The paragraphs, lists, tables and fences of a Markdown text, in order; long lists item by item."""
     return [block for piece in _pieces(source) if (block := _text_block(piece)).html != "<p></p>\n"]
