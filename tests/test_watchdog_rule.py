@@ -11,7 +11,7 @@ from course_lib.observe.heartbeat import Beat
 from course_lib.observe.heartbeat.beats import DONE
 from course_lib.observe.heartbeat.pace import Pace
 from course_tools.monitoring import Alarm, Judge, Recovery
-from course_tools.monitoring.rule import LOOKS
+from course_tools.monitoring.judge import LOOKS
 
 PHASES = ("data", "forward", "backward", "optimizer")
 SHARES = (0.1, 0.3, 0.5, 0.1)

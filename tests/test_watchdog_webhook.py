@@ -112,7 +112,7 @@ def test_handing_over_never_waits_and_discord_has_its_own_key(monkeypatch):
     assert sent == [{"content": "rank 1 hangs"}, {"text": "rank 1 hangs"}]
     messenger = webhook.Messenger("https://notdiscord.com/", lambda _: None, back_off=60)
     began = time.monotonic()
-    for _ in range(webhook.WAITING + 50):
+    for _ in range(webhook.QUEUE_LENGTH + 50):
         messenger.send("x")
     messenger.close()
     assert time.monotonic() - began < 15 and messenger.lost >= 49

@@ -1,4 +1,4 @@
-"""A heartbeat in every rank, and a watchdog that says which rank stopped, how, and where.
+"""A watchdog that reads the heartbeats of all ranks and says which one stopped, how, and where.
 
 >>> with Heartbeat(folder, rank=rank, every=5) as heartbeat:        # in the training program
 ...     for step in range(steps):
@@ -12,8 +12,8 @@
 
 from course_lib.observe.heartbeat.beats import Beat, read_beats
 from course_lib.observe.heartbeat.writer import Heartbeat
-from course_tools.monitoring.alarm import Alarm, Recovery
-from course_tools.monitoring.rule import Judge
-from course_tools.monitoring.watching import Watchdog
+from course_tools.monitoring.alarms import Alarm, Recovery
+from course_tools.monitoring.judge import Judge
+from course_tools.monitoring.watchdog import Watchdog
 
 __all__ = ["Alarm", "Beat", "Heartbeat", "Judge", "Recovery", "Watchdog", "read_beats"]

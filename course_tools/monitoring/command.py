@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from course_tools.command_line import PROBLEM_FOUND, SUCCESS, ArgumentParser, reports_errors
-from course_tools.monitoring.watching import Watchdog
+from course_tools.monitoring.watchdog import Watchdog
 
 VARIABLE = "WATCHDOG_WEBHOOK"
 
@@ -22,7 +22,7 @@ def parser() -> ArgumentParser:
     )
     made.add_argument("folder", help="where the ranks' Heartbeat writes")
     made.add_argument("--ranks", type=int, required=True, metavar="N")
-    # an argument is for everybody on the machine to read, and the URL is a secret
+    # every user of the machine can read arguments, and the URL is a secret
     made.add_argument("--webhook", default="", metavar="URL", help=f"post each sentence there; or set {VARIABLE}")
     made.add_argument("--start-within", type=float, default=120.0, metavar="SECONDS", help="default 120")
     made.add_argument("--name", default="", help="of the run, put before what is posted")

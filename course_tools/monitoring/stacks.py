@@ -1,4 +1,4 @@
-"""Where a rank is: its Python stack, asked for by signal, and whether it waits there for the others."""
+"""Where a rank is: its Python stack, requested by a signal, and whether it waits there for other ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from pathlib import Path
 
 import psutil
 
-from course_lib.launch.failures import nearest_line, place
+from course_lib.launch.failures import nearest_line
+from course_lib.launch.failures import place as source_line
 from course_lib.observe.heartbeat.beats import Beat
 
 Stack = list[tuple[str, int, str]]  # (file, line, function), outermost call first
 _LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
-_OUTERMOST = re.compile(r"( in (<module>|_run_module_as_main|_bootstrap)| *\.\.\.)\n\Z")  # dots: over a hundred calls
+_OUTERMOST = re.compile(
+    r"( in (<module>|_run_module_as_main|_bootstrap)| *\.\.\.)\n\Z"
+)  # dots end a stack of over a hundred calls
 _IN = os.sep + os.path.join("torch", "distributed") + os.sep
-_LAUNCHERS = tuple(_IN + part for part in ("elastic", "launcher", "run.py"))  # what started the rank is no wait
+_LAUNCHERS = tuple(_IN + part for part in ("elastic", "launcher", "run.py"))  # what started the rank is no waiting
 _WAITING = (
     _IN,
     os.path.join("torch", "autograd", "graph.py"),
@@ -26,7 +29,7 @@ _WAITING = (
 
 
 def alive(beat: Beat, host: str) -> bool | None:
-    """Whether the process of a beat still runs; None where it ran on another machine than ``host``."""
+    """Return whether the process of a beat still runs; None if it ran on another machine than ``host``."""
     if beat.host != host:
         return None
     try:
@@ -34,14 +37,14 @@ def alive(beat: Beat, host: str) -> bool | None:
         return process.create_time() == beat.born and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-    except psutil.AccessDenied:  # somebody else's process: it is there
+    except psutil.AccessDenied:  # another user's process: it exists
         return True
 
 
 def ask(beats: list[Beat], folder: str, host: str, seconds: float) -> dict[int, Stack]:
-    """The stacks of those ranks that answer within ``seconds``; the handler is C, so one stuck in C answers too.
+    """Return the stacks of the ranks that answer within ``seconds``; the handler is C, so a rank stuck in C answers too.
 
-    Only a process that said that it listens is signalled: any other would be ended by it.
+    Only a process that announced its handler is signalled: SIGUSR2 would end any other.
     """
     asked: dict[int, tuple[Path, int]] = {}
     for beat in beats:
@@ -51,21 +54,21 @@ def ask(beats: list[Beat], folder: str, host: str, seconds: float) -> dict[int, 
         size = path.stat().st_size
         try:
             os.kill(beat.pid, signal.SIGUSR2)
-        except OSError:  # it went this moment, or is another user's
+        except OSError:  # it ended just now, or is another user's
             continue
         asked[beat.rank] = path, size
-    give_up = time.monotonic() + seconds
-    while time.monotonic() < give_up and not all(_whole(_told(*written)) for written in asked.values()):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not all(_is_complete(_written(*place)) for place in asked.values()):
         time.sleep(0.005)
-    return {rank: frames for rank, written in asked.items() if (frames := _frames(_told(*written)))}
+    return {rank: frames for rank, place in asked.items() if (frames := _frames(_written(*place)))}
 
 
-def _told(path: Path, start: int) -> str:
+def _written(path: Path, start: int) -> str:
     return path.read_bytes()[start:].decode(errors="replace")  # innermost call first
 
 
-def _whole(text: str) -> bool:
-    """Whether the outermost call has arrived: a busy machine may stop the rank between two lines of its stack."""
+def _is_complete(text: str) -> bool:
+    """Return whether the outermost call is there: a busy machine may stop a rank between two lines of its stack."""
     return bool(_OUTERMOST.search(text))
 
 
@@ -74,9 +77,9 @@ def _frames(text: str) -> Stack:
 
 
 def waits(stack: Stack) -> bool:
-    """True for a rank inside a collective or a backward pass: it waits for others, or will.
+    """Return whether a rank is inside a collective or a backward pass: it waits for others, or will.
 
-    Only calls below the program's innermost own line count: a hook that sleeps in a backward pass waits for nobody.
+    Only calls below the program's innermost own line count: a hook that sleeps in a backward pass does not wait.
     """
     for path, line, function in reversed(stack):
         if nearest_line([(path, line, function)]):
@@ -87,6 +90,6 @@ def waits(stack: Stack) -> bool:
 
 
 def where(stack: Stack) -> str:
-    """The learner's own line, else the training program's, else the innermost."""
+    """Return the learner's own line, else the training program's, else the innermost."""
     line = nearest_line(stack) or (stack[-1][0], stack[-1][1])
-    return place(*line)
+    return source_line(*line)

@@ -1,4 +1,4 @@
-"""A sentence to a chat: Slack, Mattermost, Discord, or any receiver of a small JSON; never at the training's cost."""
+"""Post a sentence to a chat: Slack, Mattermost, Discord, or any receiver of a small JSON; the caller never waits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from urllib.parse import SplitResult, urlsplit
 TIMEOUT = 5.0  # seconds that a receiver may be silent
 ATTEMPTS = 3
 BACK_OFF = 1.0  # seconds before the second attempt, twice that before the third
-WAITING = 100  # sentences that may wait for a receiver; later ones are dropped, and counted
+QUEUE_LENGTH = 100  # sentences that may wait for a receiver; later ones are dropped, and counted
 
 
 def check(url: str) -> SplitResult:
-    """The parts of a webhook's URL. Raises ValueError where it is none; the URL is a secret, so it is not repeated."""
+    """Split a webhook's URL. Raises ValueError if it is none, without repeating it: the URL is a secret."""
     example = "give one like https://hooks.slack.com/services/..."
     try:
         parts = urlsplit(url)
@@ -48,7 +48,7 @@ def post(url: str, text: str, *, timeout: float = TIMEOUT) -> None:
     body = json.dumps({"content" if discord else "text": text}).encode()
     headers = {"Content-Type": "application/json", "User-Agent": "beyond-one-gpu"}
     request = urllib.request.Request(url, data=body, headers=headers, method="POST")
-    # a proxy of the company's knows the way out, and none to this machine
+    # a company's proxy cannot reach this machine itself
     handlers = [urllib.request.ProxyHandler({})] if _is_loopback(host) else []
     with urllib.request.build_opener(*handlers).open(request, timeout=timeout) as answer:
         answer.read(1000)
@@ -62,15 +62,15 @@ def _is_loopback(host: str) -> bool:
 
 
 class Messenger:
-    """Posts sentences from a thread of its own: whoever hands one over goes on at once.
+    """Post sentences from a thread, so that the caller continues at once.
 
     Args:
         url: the webhook.
-        tell: told in one sentence when a message could not be delivered.
-        timeout, attempts, back_off: see above; answers of the kind 4xx are final, but 408 and 429.
+        tell: called with one sentence when a message could not be delivered.
+        timeout, attempts, back_off: see above; an answer of 4xx is final, except for 408 and 429.
 
     Raises:
-        ValueError: ``url`` is no URL: known at the start, not at the first alarm.
+        ValueError: ``url`` is no URL.
     """
 
     def __init__(
@@ -85,21 +85,21 @@ class Messenger:
         self._host = check(url).hostname
         self._url, self._tell = url, tell
         self._timeout, self._attempts, self._back_off = timeout, attempts, back_off
-        self._texts: queue.Queue[str | None] = queue.Queue(WAITING)
+        self._texts: queue.Queue[str | None] = queue.Queue(QUEUE_LENGTH)
         self._stop = threading.Event()
         self.delivered = self.lost = 0
         self._thread = threading.Thread(target=self._work, name="webhook", daemon=True)
         self._thread.start()
 
     def send(self, text: str) -> None:
-        """Hand a sentence over. Never waits, never raises."""
+        """Queue a sentence; never waits, never raises."""
         try:
             self._texts.put_nowait(text)
         except queue.Full:
             self.lost += 1
 
     def close(self) -> None:
-        """Deliver what waits, for as long as one attempt may take; then no more attempts."""
+        """Deliver what is queued, for as long as one attempt may take; then stop."""
         try:
             self._texts.put_nowait(None)
         except queue.Full:
@@ -130,6 +130,6 @@ class Messenger:
                 error.close()
                 if 400 <= error.code < 500 and error.code not in (408, 429):
                     break
-            except Exception as error:  # whatever a receiver sends back, also what is no HTTP: never the watchdog's end
+            except Exception as error:  # whatever a receiver answers, even what is no HTTP, must not end the watchdog
                 reason = str(getattr(error, "reason", "") or error) or type(error).__name__
         return reason

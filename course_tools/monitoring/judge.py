@@ -1,17 +1,17 @@
-"""The rule by which a silence becomes an alarm: two heartbeats are not slept through, one slow step is not cried over.
+"""The rule that turns silence into an alarm: within two missed heartbeats, and not for a single slow step.
 
-Pure: it is given the time, the beats and whether processes are alive, so that hundreds of runs can be played to it.
+A `Judge` is told the time, the beats and which processes are alive, so that tests can play hundreds of runs to it.
 
-1. A rank has a limit: 1.6 of the heartbeats that it promises itself, or the seconds that it declared for a long phase.
-   With a tenth of a heartbeat between two looks, before and after the limit, and another for reading stacks, the alarm
-   is there before two heartbeats have passed since the rank's last sign of life. As a heartbeat lasts at least 5 median
-   steps (see pace.py), a healthy step may take more than 7 times the median.
-2. In lockstep one hung rank silences all. Only the rank furthest behind is judged: the others wait for it.
-3. A rank in a declared phase, within its seconds, excuses the ranks that wait for it; they begin a new limit after it.
-4. A rank whose process is gone before it said "done" is dead, at once. One that was never heard of has never started.
-5. One alarm an incident: while it lasts, what else falls silent or dies is taken for its consequence. It is over when
-   its rank, and every rank that died meanwhile, is heard of again.
-6. Silence is measured by the reader's clock, from when a file changed: no two clocks are ever compared.
+1. Each rank has a limit: 1.6 heartbeats of the length that it announces itself, or the seconds that it declared for a
+   long phase. The judge looks ten times per heartbeat, so the alarm comes before two heartbeats have passed since the
+   rank's last sign of life. A heartbeat lasts at least 5 median steps (see pace.py), so a healthy step may take more
+   than 7 times the median.
+2. In lockstep, one hung rank silences all. Only the rank furthest behind is judged: the others wait for it.
+3. A rank in a declared phase, within its seconds, excuses the ranks that wait for it; their limit starts again after it.
+4. A rank whose process is gone before it said "done" is dead, at once. One that never wrote a beat has never started.
+5. One alarm per incident: other ranks that fall silent or die meanwhile count as its consequences. The incident is over
+   when its rank, and every rank that died meanwhile, beats again.
+6. Silence is measured by the reader's clock, from when a file changed: clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from course_lib.observe.heartbeat.beats import DONE, Beat
-from course_tools.monitoring import alarm as sentences
-from course_tools.monitoring.alarm import Alarm, Recovery
+from course_tools.monitoring import alarms
+from course_tools.monitoring.alarms import Alarm, Recovery
 
 LIMIT = 1.6  # heartbeats of silence
-LOOKS = 10.0  # looks in a heartbeat
+LOOKS = 10.0  # looks per heartbeat
 
-Alive = Callable[[Beat], bool | None]  # None: the process is on another machine, nobody here can tell
+Alive = Callable[[Beat], bool | None]  # None: the process is on another machine
 
 
 @dataclass
 class _Rank:
     beat: Beat
     since: float  # the reader's time of its last sign of life
-    begun: float  # from when its limit runs: the same, or later after a declared phase of somebody else's
+    begun: float  # when its limit started: the same time, or later after another rank's declared phase
 
     def silence(self, now: float) -> float:
         return now - self.begun
@@ -47,16 +47,16 @@ class _Rank:
 class _Incident:
     alarm: Alarm
     began: float
-    waits_for: dict[int, tuple] = field(default_factory=dict)  # rank -> what it was; over when all are something else
+    waits_for: dict[int, tuple] = field(default_factory=dict)  # rank -> its beat then; over when all have another
 
 
 class Judge:
-    """Judges the ranks of one run, look by look.
+    """Judge the ranks of one run, look by look.
 
     Args:
         ranks: how many there should be.
         now: the reader's clock, seconds.
-        start_within: seconds until a rank that was never heard of is reported.
+        start_within: seconds until a rank that never wrote a beat is reported.
     """
 
     def __init__(self, ranks: int, now: float, *, start_within: float = 120.0) -> None:
@@ -79,8 +79,8 @@ class Judge:
         return {rank: now - known.since for rank, known in sorted(self._known.items())}
 
     def look(self, now: float, beats: Mapping[int, Beat], alive: Alive) -> list[Alarm | Recovery]:
-        """One look at the beats as they are now. Returns what is new: an alarm, a recovery, mostly nothing."""
-        self._forgive_own_sleep(now)
+        """Look at the beats as they are now, and return what is new: an alarm, a recovery, mostly nothing."""
+        self._discount_own_sleep(now)
         for rank, beat in beats.items():
             known = self._known.get(rank)
             if not 0 <= rank < self.ranks:
@@ -88,7 +88,7 @@ class Judge:
             heard = now - beat.age
             if known is None or known.beat.identity != beat.identity:
                 self._known[rank] = _Rank(beat, heard, heard)
-            else:  # the same beat; its place was known before what it promises
+            else:  # the same beat, whose position may be read before its limit
                 known.beat, known.since = beat, min(known.since, heard)
         gone = {r for r, known in self._known.items() if known.beat.ended != DONE and self._is_gone(known.beat, alive)}
         if self._incident is not None:
@@ -97,17 +97,17 @@ class Judge:
         if found is None:
             return []
         self._incident = _Incident(found, now)
-        for rank in {found.rank, *gone, *(found.suspects if found.kind == sentences.NEVER else ())}:
+        for rank in {found.rank, *gone, *(found.suspects if found.kind == alarms.NEVER else ())}:
             self._incident.waits_for[rank] = self._identity(rank)
         return [found]
 
     def blame(self, alarm: Alarm) -> None:
-        """The stacks told more than the beats: the open incident is this rank's."""
+        """Make this alarm the open incident: the stacks showed more than the beats."""
         assert self._incident is not None
         self._incident = _Incident(alarm, self._incident.began, {alarm.rank: self._identity(alarm.rank)})
 
-    def _forgive_own_sleep(self, now: float) -> None:
-        """A watchdog that slept (a lid that was closed, a machine that was halted) holds it against nobody."""
+    def _discount_own_sleep(self, now: float) -> None:
+        """Do not count time in which the watchdog itself was suspended, as by a closed lid."""
         shortest = min((known.beat.every for known in self._known.values()), default=1.0)
         slept = now - self._looked
         self._looked = now
@@ -125,18 +125,18 @@ class Judge:
     def _dead(self, now: float, gone: set[int]) -> Alarm | None:
         if not gone:
             return None
-        # the cause has gone without a word, or by an error of its own; who lost a peer went because of it
+        # the cause ended without a message, or by an error of its own; ranks that lost a peer ended because of it
         first = min(
             gone, key=lambda rank: (_lost_a_peer(self._known[rank].beat), self._known[rank].beat.position, rank)
         )
         known = self._known[first]
-        return sentences.dead(known.beat, now - known.since, sorted(gone - {first}))
+        return alarms.dead(known.beat, now - known.since, sorted(gone - {first}))
 
     def _never_started(self, now: float) -> Alarm | None:
         missing = [rank for rank in range(self.ranks) if rank not in self._known]
         if not missing or now - self._began < self._start_within:
             return None
-        return sentences.never_started(missing, now - self._began, sorted(self._known))
+        return alarms.never_started(missing, now - self._began, sorted(self._known))
 
     def _hung(self, now: float) -> Alarm | None:
         live = [known for known in self._known.values() if not known.beat.ended]
@@ -149,12 +149,12 @@ class Judge:
             if known in behind and not self._excused(known, live, now):
                 culprit = culprit or (known if known.silence(now) >= known.limit else None)
             elif now - known.since >= known.limit:
-                known.begun = now  # it waits for somebody who has a right to be late: its limit begins after that
+                known.begun = now  # it waits for a rank that may be late: its limit starts after that
         if culprit is None:
             return None
         beats = [known.beat for _, known in sorted(self._known.items())]
         suspects = sorted(known.beat.rank for known in behind)
-        return sentences.hung(culprit.beat, now - culprit.since, suspects, beats)
+        return alarms.hung(culprit.beat, now - culprit.since, suspects, beats)
 
     def _excused(self, known: _Rank, live: list[_Rank], now: float) -> bool:
         return len(self._known) < self.ranks or any(
@@ -174,9 +174,9 @@ class Judge:
         if len(back) < len(incident.waits_for):
             return []
         self._incident = None
-        for known in self._known.values():  # who waited through the incident starts afresh
+        for known in self._known.values():  # ranks that waited during the incident start again
             known.begun = now
-        return [sentences.recovery(alarm, self._known[alarm.rank].beat, now - incident.began)]
+        return [alarms.recovery(alarm, self._known[alarm.rank].beat, now - incident.began)]
 
 
 def _lost_a_peer(beat: Beat) -> bool:

@@ -1,4 +1,4 @@
-"""The watchdog: a thread that reads the heartbeats, and tells people what the rule found."""
+"""The watchdog: a thread that reads the heartbeats, judges them, and reports alarms."""
 
 from __future__ import annotations
 
@@ -12,35 +12,34 @@ from typing import Any
 from course_lib.observe.heartbeat.beats import Beat, read_beats
 from course_lib.observe.heartbeat.position import newest
 from course_lib.observe.heartbeat.writer import check_seconds
-from course_tools.monitoring import alarm as sentences
-from course_tools.monitoring import stacks
-from course_tools.monitoring.alarm import Alarm, Recovery
-from course_tools.monitoring.rule import LOOKS, Judge
+from course_tools.monitoring import alarms, stacks
+from course_tools.monitoring.alarms import Alarm, Recovery
+from course_tools.monitoring.judge import LOOKS, Judge
 from course_tools.monitoring.webhook import Messenger
 
-SHORTEST, LONGEST = 0.02, 0.5  # seconds between two looks
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.02, 0.5  # seconds between two looks
 
 
 class Watchdog:
-    """Watches the heartbeats in ``folder``, from a notebook or as ``beyond watch``.
+    """Watch the heartbeats in ``folder``, from a notebook or as ``beyond watch``.
 
-    What it says is printed by ``tell``, kept in ``alarms`` and ``recoveries``, and posted to the webhook. It judges by
-    the rule of rule.py, sends no signal but SIGUSR2 to ranks that listen for it, and ends nothing. Its threads end with
-    the context.
+    Each sentence is handed to ``tell``, kept in ``alarms`` and ``recoveries``, and posted to the webhook. The rule is in
+    judge.py. The only signal that is sent is SIGUSR2, to ranks that listen for it, and no process is ended. The threads
+    end with the context.
 
-    Begin to watch before the run, or while it runs: what had ended by then counts as an earlier run's.
+    Start to watch before the run, or while it runs: ranks that had ended by then count as an earlier run's.
 
     Args:
         folder: where the ranks' `Heartbeat` writes; it need not be there yet.
-        ranks: how many ranks the run has.
+        ranks: number of ranks of the run.
         webhook: URL to post each sentence to; empty for none.
-        tell: takes each sentence.
-        start_within: seconds until a rank that was never heard of is reported.
+        tell: called with each sentence.
+        start_within: seconds until a rank that never wrote a beat is reported.
         name: of the run, put before each sentence that is posted.
         messenger: options of the webhook's `Messenger`: timeout (seconds), attempts, back_off (seconds).
 
     Raises:
-        ValueError: ranks or seconds that make no sense, a webhook that is no URL.
+        ValueError: ranks or seconds make no sense, or the webhook is no URL.
     """
 
     def __init__(
@@ -60,14 +59,14 @@ class Watchdog:
         self.folder, self.ranks, self.name = os.path.abspath(folder), ranks, name
         self.alarms: list[Alarm] = []
         self.recoveries: list[Recovery] = []
-        self.problem = ""  # why the last sentence could not be told
+        self.problem = ""  # why `tell` failed the last time
         self._tell, self._start_within, self._host = tell, start_within, socket.gethostname()
         self._messenger = Messenger(webhook, tell, **messenger) if webhook else None
         self._stop = threading.Event()
         self._news = threading.Condition()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        there = read_beats(self.folder)  # also those of an earlier run, which are no news until they change
-        self._stale = {rank: beat.identity for rank, beat in there.items() if beat.ended or not self._alive(beat)}
+        beats = read_beats(self.folder)  # also those of an earlier run, which are ignored until they change
+        self._stale = {rank: beat.identity for rank, beat in beats.items() if beat.ended or not self._alive(beat)}
         self._judge = Judge(ranks, time.monotonic(), start_within=start_within)
 
     def __enter__(self) -> Watchdog:
@@ -100,19 +99,18 @@ class Watchdog:
             self._news.wait_for(lambda: self.alarms, timeout)
             return self.alarms[0] if self.alarms else None
 
-    # ------------------------------------------------------------------------------------------------ the thread
     def _watch(self) -> None:
         while not self._stop.wait(self._pause()):
-            there = read_beats(self.folder)
-            beats = {r: newest(beat, self.folder) for r, beat in there.items() if self._is_news(r, beat)}
+            found = read_beats(self.folder).items()
+            beats = {rank: newest(beat, self.folder) for rank, beat in found if self._is_news(rank, beat)}
             for event in self._judge.look(time.monotonic(), beats, self._alive):
                 if isinstance(event, Alarm):
-                    event = self._with_stacks(event) if event.kind == sentences.HUNG else event
+                    event = self._with_stacks(event) if event.kind == alarms.HUNG else event
                 self._announce(event)
 
     def _pause(self) -> float:
         shortest = min((beat.every for beat in self._judge.beats.values()), default=1.0)
-        return min(LONGEST, max(SHORTEST, shortest / LOOKS))
+        return min(LONGEST_PAUSE, max(SHORTEST_PAUSE, shortest / LOOKS))
 
     def _is_news(self, rank: int, beat: Beat) -> bool:
         if self._stale.get(rank) == beat.identity:
@@ -124,26 +122,26 @@ class Watchdog:
         return stacks.alive(beat, self._host)
 
     def _with_stacks(self, alarm: Alarm) -> Alarm:
-        """Where the hung rank is. Of ranks that the beats cannot tell apart, the one that does not wait is the cause."""
+        """Add where the hung rank is. Of ranks that the beats cannot tell apart, the one that does not wait is the cause."""
         beats = self._judge.beats
-        patience = min(1.0, max(0.2, beats[alarm.rank].every / LOOKS))
-        found = stacks.ask([beats[rank] for rank in alarm.suspects], self.folder, self._host, patience)
+        seconds = min(1.0, max(0.2, beats[alarm.rank].every / LOOKS))
+        found = stacks.ask([beats[rank] for rank in alarm.suspects], self.folder, self._host, seconds)
         busy = [rank for rank, stack in found.items() if not stacks.waits(stack)]
         if busy and alarm.rank not in busy:
             since = self._judge.ages(time.monotonic())[busy[0]]
-            alarm = sentences.hung(beats[busy[0]], since, alarm.suspects, list(beats.values()))
+            alarm = alarms.hung(beats[busy[0]], since, alarm.suspects, list(beats.values()))
             self._judge.blame(alarm)
         stack = found.get(alarm.rank)
-        return sentences.with_stack(alarm, alarm.rank, stack, stacks.where(stack)) if stack else alarm
+        return alarms.with_stack(alarm, stack, stacks.where(stack)) if stack else alarm
 
     def _announce(self, event: Alarm | Recovery) -> None:
         with self._news:
             (self.alarms if isinstance(event, Alarm) else self.recoveries).append(event)
             self._news.notify_all()
         text = f"{self.name}: {event.sentence}" if self.name else event.sentence
-        if self._messenger is not None:  # first: it cannot fail
+        if self._messenger is not None:  # first, because it cannot fail
             self._messenger.send(text)
         try:
             self._tell(event.sentence)
-        except Exception as error:  # a closed screen is no reason to stop watching
+        except Exception as error:  # a closed terminal is no reason to stop watching
             self.problem = f"{type(error).__name__}: {error}"

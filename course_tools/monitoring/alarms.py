@@ -1,4 +1,4 @@
-"""What a watchdog says: one sentence that names the rank, what happened to it, and where."""
+"""The alarms of a watchdog: each says in one sentence which rank it is about, what happened to it, and where."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Alarm:
         rank: the rank that fell behind, not those that wait for it.
         kind: ``"hung"``, ``"dead"`` or ``"never started"``.
         step, phase: how far it got; ``None`` and ``""`` where it had not begun.
-        since: seconds without a sign, by the watchdog's own clock.
-        every: seconds between two of its beats; ``None`` where it had none.
-        stack: its Python stack, (file, line, function), outermost call first; ``None`` where it could not be read.
-        sentence: all of that for people.
+        since: seconds without a sign of life, by the watchdog's own clock.
+        every: seconds between two of its beats; ``None`` if it had none.
+        stack: its Python stack, (file, line, function), outermost call first; ``None`` if it could not be read.
+        sentence: all of that in words.
         suspects: ranks that the beats alone could not tell apart; their stacks decide.
     """
 
@@ -39,7 +39,7 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Recovery:
-    """The rank of an alarm is heard of again: after ``seconds``."""
+    """The rank of an alarm beats again, ``seconds`` after the alarm."""
 
     rank: int
     kind: str
@@ -48,6 +48,7 @@ class Recovery:
 
 
 def hung(culprit: Beat, since: float, suspects: Sequence[int], beats: Sequence[Beat]) -> Alarm:
+    """Report a rank that is silent for too long, and where the others (`beats`) got to."""
     limit = (
         f"it asked for {culprit.may_take:.4g} s" if culprit.may_take else f"its beats come every {culprit.every:.3g} s"
     )
@@ -58,13 +59,14 @@ def hung(culprit: Beat, since: float, suspects: Sequence[int], beats: Sequence[B
             waiting.setdefault(beat.place, []).append(beat.rank)
     for place, ranks in waiting.items():
         text += f" {_capital(ranks_in_words(ranks))} got to {place}."
-    left = [beat.rank for beat in beats if beat.ended == DONE]
-    if left:
-        text += f" {_capital(ranks_in_words(left))} {'has' if len(left) == 1 else 'have'} ended already."
+    ended = [beat.rank for beat in beats if beat.ended == DONE]
+    if ended:
+        text += f" {_capital(ranks_in_words(ended))} {'has' if len(ended) == 1 else 'have'} ended already."
     return _alarm(HUNG, culprit, since, text, tuple(suspects))
 
 
 def dead(culprit: Beat, since: float, others: Sequence[int]) -> Alarm:
+    """Report a rank whose process is gone, and the `others` that ended because of it."""
     if culprit.ended:
         text = f"rank {culprit.rank} ended at {culprit.place} by {culprit.ended}"
     else:
@@ -77,23 +79,29 @@ def dead(culprit: Beat, since: float, others: Sequence[int]) -> Alarm:
     return _alarm(DEAD, culprit, since, text + ".")
 
 
-def never_started(missing: Sequence[int], since: float, there: Sequence[int]) -> Alarm:
+def never_started(missing: Sequence[int], since: float, started: Sequence[int]) -> Alarm:
+    """Report ranks that never wrote a heartbeat."""
     text = f"{ranks_in_words(missing)} never started: no heartbeat within {since:.0f} s"
     text += (
-        f"; {ranks_in_words(there)} {'is' if len(there) == 1 else 'are'} there." if there else "; nor did any other."
+        f"; {ranks_in_words(started)} {'is' if len(started) == 1 else 'are'} there."
+        if started
+        else "; nor did any other."
     )
     return Alarm(missing[0], NEVER, None, "", since, None, None, text, tuple(missing))
 
 
 def recovery(alarm: Alarm, beat: Beat, seconds: float) -> Recovery:
+    """Report that the rank of an alarm beats again."""
     return Recovery(
         alarm.rank, alarm.kind, seconds, f"rank {alarm.rank} goes on: {beat.place}, {seconds:.1f} s after the alarm."
     )
 
 
-def with_stack(alarm: Alarm, rank: int, stack: list[tuple[str, int, str]], where: str) -> Alarm:
-    """The same alarm, with the line that its rank is in."""
-    return replace(alarm, stack=stack, sentence=f"{alarm.sentence} {_capital(ranks_in_words([rank]))} is in {where}.")
+def with_stack(alarm: Alarm, stack: list[tuple[str, int, str]], where: str) -> Alarm:
+    """Add the line that the alarm's rank is in."""
+    return replace(
+        alarm, stack=stack, sentence=f"{alarm.sentence} {_capital(ranks_in_words([alarm.rank]))} is in {where}."
+    )
 
 
 def _alarm(kind: str, beat: Beat, since: float, text: str, suspects: tuple[int, ...] = ()) -> Alarm:
