@@ -9,9 +9,15 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 WIDTHS = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "tie_word_embeddings": False,
+}
 NUM_ROWS = 100
 GOOD = """\
 base_model: ./tiny
@@ -39,9 +45,11 @@ QLORA = LORA | {"adapter": "qlora", "load_in_4bit": True}
 NO_KERNELS = {f"lora_{name}_kernel": False for name in ("mlp", "qkv", "o", "embedding")}
 ZERO3 = {
     "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
-    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
     "bf16": {"enabled": "auto"},
-}  # fmt: skip
+}
 AUTO = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
 
 

@@ -40,109 +40,249 @@ class Case(NamedTuple):
 MIB_CARD = "4x1500MiB"
 CASES = [
     # keys
-    Case("gradiant_accumulation_steps", "reads past it", {"gradiant_accumulation_steps": 4}, {"gradient_accumulation_steps": 4}),
-    Case("datasets[0].tpye", "reads past it", data(tpye="alpaca"), data(split="train")),
-    Case("fsdp_config.reshard_after_foward", "reads past it", fsdp(reshard_after_foward=True), fsdp(activation_checkpointing=True)),
-    Case("liger_rope", "belongs to a plugin", {"liger_rope": True}, {"liger_rope": True, "plugins": ["axolotl.integrations.liger.LigerPlugin"]}),
-    Case("base_model", "missing", {"base_model": None}, {}),
     # types
-    Case("max_steps", "YAML 1.1 reads '1e3'", {"max_steps": "1e3"}, {"max_steps": "1000"}),
-    Case("save_strategy", "as false", {"save_strategy": False, "saves_per_epoch": None}, {"save_strategy": "epoch", "saves_per_epoch": None}),
-    Case("micro_batch_size", "a whole number, not 2.5", {"micro_batch_size": 2.5}, {"micro_batch_size": 2.0}),
-    Case("wandb_name", "takes text", {"wandb_name": 12}, {"wandb_name": "12"}),
-    Case("load_in_8bit", "true or false", LORA | {"load_in_8bit": "ture"}, LORA | {"load_in_8bit": "yes"}),
-    Case("datasets", "empty", {"datasets": []}, {}),
-    Case("lr_scheduler_kwargs.min_lr", "nothing converts it", {"lr_scheduler_kwargs": {"min_lr": "1e-5"}}, {"lr_scheduler_kwargs": {"min_lr": 1e-5}}),
+    Case(
+        "lr_scheduler_kwargs.min_lr",
+        "nothing converts it",
+        {"lr_scheduler_kwargs": {"min_lr": "1e-5"}},
+        {"lr_scheduler_kwargs": {"min_lr": 1e-5}},
+        level="warning",
+    ),
     # numbers
-    Case("micro_batch_size", "no number of anything", {"micro_batch_size": 0}, {"micro_batch_size": 1}),
-    Case("batch_size", "does not set the accumulation", {"batch_size": 32, "gradient_accumulation_steps": None}, {}),
-    Case("batch_size", "both set", {"batch_size": 32}, {}),
-    Case("learning_rate", "no number", {"learning_rate": "fast"}, {"learning_rate": "0.0001"}),
+    Case(
+        "micro_batch_size", "no number of anything", {"micro_batch_size": 0}, {"micro_batch_size": 1}, level="warning"
+    ),
+    Case(
+        "batch_size",
+        "does not set the accumulation",
+        {"batch_size": 32, "gradient_accumulation_steps": None},
+        {},
+        level="warning",
+    ),
     Case("learning_rate", "text", {"learning_rate": "1e-4"}, {"learning_rate": 1e-4}, level="note"),
     Case("learning_rate", "far above", {"learning_rate": 2}, {"learning_rate": 0.05}, level="warning"),
-    Case("optimizer", "called 'adamw_torh'", {"optimizer": "adamw_torh"}, {"optimizer": "adamw_torch"}),
-    Case("lr_scheduler", "called 'cosin'", {"lr_scheduler": "cosin"}, {"lr_scheduler": "rex"}),
     Case("warmup_steps", "never reached", {"warmup_steps": 8}, {"warmup_steps": 7}, level="warning"),
     # data
     Case("datasets[0].path", "does not exist", data("./nowhere.jsonl"), data("yahma/alpaca-cleaned")),
     Case("datasets[0].path", "is empty", data("./empty.jsonl"), {}),
-    Case("datasets[0].path", "line 2, is not JSON", data("./broken.jsonl", "completion"), data("./texts.jsonl", "completion")),
-    Case("datasets[0].type", "reads the field 'text'", data(kind="completion"), data(kind="completion", field="output")),
+    Case(
+        "datasets[0].path",
+        "line 2, is not JSON",
+        data("./broken.jsonl", "completion"),
+        data("./texts.jsonl", "completion"),
+    ),
+    Case(
+        "datasets[0].type", "reads the field 'text'", data(kind="completion"), data(kind="completion", field="output")
+    ),
     Case("datasets[0].type", "reads the field 'instruction'", data("./texts.jsonl"), {}),
-    Case("datasets[0].type", "reads the field 'messages'", data(kind="chat_template"), data("./chat.jsonl", "chat_template")),
-    Case("datasets[0].type", "each message needs 'role'", data("./sharegpt.jsonl", "chat_template"),
-         data("./sharegpt.jsonl", "chat_template", message_property_mappings={"role": "from", "content": "value"})),
-    Case("datasets[0].type", "field 'question'", data(kind={"field_instruction": "question"}), data(kind={"field_instruction": "instruction"})),
+    Case(
+        "datasets[0].type",
+        "reads the field 'messages'",
+        data(kind="chat_template"),
+        data("./chat.jsonl", "chat_template"),
+    ),
+    Case(
+        "datasets[0].type",
+        "each message needs 'role'",
+        data("./sharegpt.jsonl", "chat_template"),
+        data("./sharegpt.jsonl", "chat_template", message_property_mappings={"role": "from", "content": "value"}),
+    ),
+    Case(
+        "datasets[0].type",
+        "field 'question'",
+        data(kind={"field_instruction": "question"}),
+        data(kind={"field_instruction": "instruction"}),
+    ),
     Case("datasets[0]", "no type", {"datasets": [{"path": "./alpaca.jsonl"}]}, {}),
     Case("val_set_size", "nothing is left", {"val_set_size": 100}, {"val_set_size": 99}),
-    Case("eval_strategy", "nothing to evaluate on", {"val_set_size": 0, "eval_strategy": "epoch"}, {"val_set_size": 0, "eval_strategy": "no"}),
-    Case("datasets", "less than one full step", {"gradient_accumulation_steps": 12}, {"gradient_accumulation_steps": 11}, level="warning"),
-    Case("sample_packing", "No attention is chosen", {"sample_packing": True, "attn_implementation": None}, {"sample_packing": True}, level="warning"),
-    Case("sample_packing", "lets packed texts see", {"sample_packing": True, "attn_implementation": "fp8"},
-         {"sample_packing": True, "attn_implementation": "flex_attention"}, level="warning"),
-    Case("sequence_len", "longer than 1 tokens", {"sample_packing": True, "sequence_len": 1}, {"sample_packing": True, "sequence_len": 4}, level="warning"),
+    Case(
+        "datasets",
+        "less than one full step",
+        {"gradient_accumulation_steps": 12},
+        {"gradient_accumulation_steps": 11},
+        level="warning",
+    ),
+    Case(
+        "sequence_len",
+        "longer than 1 tokens",
+        {"sample_packing": True, "sequence_len": 1},
+        {"sample_packing": True, "sequence_len": 4},
+        level="warning",
+    ),
     # adapters
-    Case("load_in_4bit", "cannot be trained", {"load_in_4bit": True}, QLORA),
-    Case("lora_r", "there is no LoRA", {"lora_r": 8}, LORA),
-    Case("adapter", "load_in_4bit is not on", LORA | {"adapter": "qlora"}, QLORA),
-    Case("adapter", "nothing to train", LORA | {"lora_target_linear": None}, LORA | {"lora_target_linear": None, "lora_target_modules": ["q_proj"]}),
-    Case("adapter", "lora_alpha is missing", LORA | {"lora_alpha": None}, LORA),
-    Case("adapter", "no adapter 'lorra'", LORA | {"adapter": "lorra"}, LORA),
-    Case("lora_qkv_kernel", "in 8 bits", LORA | {"load_in_8bit": True, "lora_qkv_kernel": True}, LORA | {"load_in_8bit": True}),
-    Case("lora_mlp_kernel", "other code", LORA | {"trust_remote_code": True, "lora_mlp_kernel": True}, LORA | {"trust_remote_code": True}),
+    Case("lora_r", "there is no LoRA", {"lora_r": 8}, LORA, level="warning"),
+    Case(
+        "adapter",
+        "nothing to train",
+        LORA | {"lora_target_linear": None},
+        LORA | {"lora_target_linear": None, "lora_target_modules": ["q_proj"]},
+        level="warning",
+    ),
+    Case("adapter", "lora_alpha is missing", LORA | {"lora_alpha": None}, LORA, level="warning"),
     Case("adapter", "Triton", LORA, LORA | NO_KERNELS, gpus="2xcpu"),
     # sharding
-    Case("fsdp", "removed", {"fsdp": ["full_shard"]}, FSDP),
-    Case("fsdp_version", "FSDP1 is no longer", FSDP | {"fsdp_version": 1}, FSDP),
-    Case("fsdp_config.sharding_strategy", "refuses", fsdp(sharding_strategy="FULL_SHARD"), fsdp(reshard_after_forward=False)),
-    Case("fsdp_config.fsdp_offload_params", "prefix", fsdp(fsdp_offload_params=True), fsdp(offload_params=True), level="warning"),
-    Case("fsdp_config.use_orig_params", "drops it", fsdp(use_orig_params=True), FSDP, level="warning"),
-    Case("fsdp_version", "plain DDP", {"fsdp_version": 2}, FSDP),
-    Case("deepspeed", "both set", FSDP | {"deepspeed": "zero3.json"}, {"deepspeed": "zero3.json"}),
-    Case("optimizer", "cannot shard", FSDP | {"optimizer": "adamw_bnb_8bit"}, FSDP | {"optimizer": "adamw_torch_8bit"}),
+    Case("fsdp_version", "plain DDP", {"fsdp_version": 2}, FSDP, level="warning"),
     Case("tensor_parallel_size", "do not divide 4 ranks", {"tensor_parallel_size": 3}, {"tensor_parallel_size": 2}),
     Case("tensor_parallel_size", "heads", {"tensor_parallel_size": 8}, {"tensor_parallel_size": 4}, gpus="8x24GiB"),
-    Case("tensor_parallel_size", "no lora under", LORA | {"tensor_parallel_size": 2}, LORA),
-    Case("attn_implementation", "eager attention has none", FSDP | {"context_parallel_size": 2, "attn_implementation": "eager"},
-         FSDP | {"context_parallel_size": 2}),
+    Case("tensor_parallel_size", "no lora under", LORA | {"tensor_parallel_size": 2}, LORA, level="warning"),
     Case("deepspeed", "No such file", {"deepspeed": "zero4.json"}, {"deepspeed": "./zero3.json"}),
     Case("deepspeed", "line 2, column", {"deepspeed": "bad.json"}, {"deepspeed": "zero3.json"}),
-    Case("deepspeed", "micro_batch_size is 2", zero(train_micro_batch_size_per_gpu=4), zero(train_micro_batch_size_per_gpu=2)),
+    Case(
+        "deepspeed",
+        "micro_batch_size is 2",
+        zero(train_micro_batch_size_per_gpu=4),
+        zero(train_micro_batch_size_per_gpu=2),
+    ),
     Case("deepspeed", "the YAML makes it 24", zero(train_batch_size=32), zero(train_batch_size=24)),
-    Case("deepspeed", "trains in bf16", zero(fp16={"enabled": True}, bf16={"enabled": False}), zero(bf16={"enabled": True})),
+    Case(
+        "deepspeed",
+        "trains in bf16",
+        zero(fp16={"enabled": True}, bf16={"enabled": False}),
+        zero(bf16={"enabled": True}),
+    ),
     Case("deepspeed", "stages 0, 1, 2 and 3", {"deepspeed": AUTO | {"zero_optimization": {"stage": 4}}}, zero()),
-    Case("deepspeed", "offload_param needs stage 3", {"deepspeed": AUTO | {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}},
-         {"deepspeed": AUTO | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}}),
+    Case(
+        "deepspeed",
+        "offload_param needs stage 3",
+        {"deepspeed": AUTO | {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}},
+        {"deepspeed": AUTO | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
+    ),
     # cards
     Case("bf16", "compute capability 7.5", LORA | {"bf16": True}, LORA | {"bf16": False, "fp16": True}, gpus="2xt4"),
     Case("bf16", "cannot be unscaled", {}, LORA, gpus="2xt4"),
-    Case("attn_implementation", "needs compute capability 8.0", LORA | {"attn_implementation": "flash_attention_2"}, LORA, gpus="2xt4"),
-    Case("flash_attention", "needs compute capability 8.0", LORA | {"attn_implementation": None, "flash_attention": True},
-         LORA | {"attn_implementation": None, "sdp_attention": True}, gpus="2xv100-32gb"),
-    Case("attn_implementation", "no attention that", {"attn_implementation": "flash"}, {"attn_implementation": "flash_attention_2"}),
-    Case("micro_batch_size", "too many", {"micro_batch_size": 4096, "gradient_accumulation_steps": 1}, {"micro_batch_size": 16, "gradient_accumulation_steps": 1}, gpus="1x2GiB"),
+    Case(
+        "attn_implementation",
+        "needs compute capability 8.0",
+        LORA | {"attn_implementation": "flash_attention_2"},
+        LORA,
+        gpus="2xt4",
+    ),
+    Case(
+        "flash_attention",
+        "needs compute capability 8.0",
+        LORA | {"attn_implementation": None, "flash_attention": True},
+        LORA | {"attn_implementation": None, "sdp_attention": True},
+        gpus="2xv100-32gb",
+    ),
+    Case(
+        "micro_batch_size",
+        "too many",
+        {"micro_batch_size": 4096, "gradient_accumulation_steps": 1, "pad_to_sequence_len": True},
+        {"micro_batch_size": 16, "gradient_accumulation_steps": 1, "pad_to_sequence_len": True},
+        gpus="1x2GiB",
+    ),
+    Case(
+        "micro_batch_size",
+        "At most a GPU needs",  # batches that are padded to their longest only: nobody knows how long that is
+        {"micro_batch_size": 4096, "gradient_accumulation_steps": 1},
+        {"micro_batch_size": 16, "gradient_accumulation_steps": 1},
+        gpus="1x2GiB",
+        level="note",
+    ),
+    Case(
+        "micro_batch_size",
+        "At most a GPU needs",  # a fused loss needs less than is counted
+        {"micro_batch_size": 4096, "pad_to_sequence_len": True, "cut_cross_entropy": True},
+        {"micro_batch_size": 16, "pad_to_sequence_len": True, "cut_cross_entropy": True},
+        gpus="1x2GiB",
+        level="note",
+    ),
+    Case(
+        "deepspeed",
+        "no from_pretrained reads",  # DeepSpeed reads the key without its prefix too
+        {"deepspeed": AUTO | {"zero_optimization": {"stage": 3}}},
+        {"deepspeed": AUTO | {"zero_optimization": {"stage": 3, "gather_16bit_weights_on_model_save": True}}},
+        level="warning",
+    ),
     # saving
-    Case("save_strategy", "No checkpoint is ever written", {"save_strategy": "no", "saves_per_epoch": None}, {"saves_per_epoch": 1}, level="warning"),
-    Case("save_strategy", "saves_per_epoch wins", {"save_strategy": "no"}, {"save_strategy": "no", "num_epochs": 0.5}, level="warning"),
-    Case("save_strategy", "No checkpoint is ever written", {"save_strategy": "no", "saves_per_epoch": 1, "num_epochs": 1}, {"saves_per_epoch": 1, "num_epochs": 1}, level="warning"),
+    Case(
+        "save_strategy",
+        "No checkpoint is ever written",
+        {"save_strategy": "no", "saves_per_epoch": None},
+        {"saves_per_epoch": 1},
+        level="warning",
+    ),
+    Case(
+        "save_strategy",
+        "saves_per_epoch wins",
+        {"save_strategy": "no"},
+        {"save_strategy": "no", "num_epochs": 0.5},
+        level="warning",
+    ),
+    Case(
+        "save_strategy",
+        "No checkpoint is ever written",
+        {"save_strategy": "no", "saves_per_epoch": 1, "num_epochs": 1},
+        {"saves_per_epoch": 1, "num_epochs": 1},
+        level="warning",
+    ),
     Case("saves_per_epoch", "switches nothing off", {"saves_per_epoch": 0}, {}, level="warning"),
-    Case("save_steps", "and Axolotl refuses", {"save_steps": 2, "save_strategy": "epoch", "saves_per_epoch": None},
-         {"save_steps": 2, "save_strategy": "steps", "saves_per_epoch": None}),
-    Case("save_steps", "at the very end only", {"save_steps": 8, "saves_per_epoch": None}, {"save_steps": 3, "saves_per_epoch": None}, level="warning"),
-    Case("save_strategy", "transformers refuses", {"save_strategy": "step", "saves_per_epoch": None}, {"save_strategy": "epoch", "saves_per_epoch": None}),
-    Case("fsdp_config.state_dict_type", "never written",
-         fsdp(state_dict_type="SHARDED_STATE_DICT") | {"save_strategy": "no", "saves_per_epoch": None}, fsdp(state_dict_type="SHARDED_STATE_DICT")),
-    Case("save_only_model", "under SHARDED", fsdp(state_dict_type="SHARDED_STATE_DICT") | {"save_only_model": True}, FSDP | {"save_only_model": True}),
-    Case("deepspeed", "no from_pretrained reads", {"deepspeed": AUTO | {"zero_optimization": {"stage": 3}}}, zero(), level="warning"),
+    Case(
+        "save_steps",
+        "at the very end only",
+        {"save_steps": 8, "saves_per_epoch": None},
+        {"save_steps": 3, "saves_per_epoch": None},
+        level="warning",
+    ),
+    Case(
+        "save_strategy",
+        "transformers refuses",
+        {"save_strategy": "step", "saves_per_epoch": None},
+        {"save_strategy": "epoch", "saves_per_epoch": None},
+        level="warning",
+    ),
+    Case(
+        "fsdp_config.state_dict_type",
+        "never written",
+        fsdp(state_dict_type="SHARDED_STATE_DICT") | {"save_strategy": "no", "saves_per_epoch": None},
+        fsdp(state_dict_type="SHARDED_STATE_DICT"),
+        level="warning",
+    ),
+    Case(
+        "save_only_model",
+        "under SHARDED",
+        fsdp(state_dict_type="SHARDED_STATE_DICT") | {"save_only_model": True},
+        FSDP | {"save_only_model": True},
+        level="warning",
+    ),
+    Case(
+        "deepspeed",
+        "no from_pretrained reads",
+        {"deepspeed": AUTO | {"zero_optimization": {"stage": 3}}},
+        zero(),
+        level="warning",
+    ),
     # resuming and writing
-    Case("resume_from_checkpoint", "no folder", {"resume_from_checkpoint": "./out/checkpoint-9"}, {"resume_from_checkpoint": "./tiny"}),
-    Case("auto_resume_from_checkpoints", "no checkpoint to resume", {"auto_resume_from_checkpoints": True, "save_strategy": "no", "saves_per_epoch": None},
-         {"auto_resume_from_checkpoints": True}),
-    Case("save_only_model", "starts Adam from nothing", {"save_only_model": True, "auto_resume_from_checkpoints": True}, {"save_only_model": True}),
-    Case("output_dir", "Checkpoints of an earlier run", {"output_dir": "./used"}, {"output_dir": "./used", "auto_resume_from_checkpoints": True}, level="warning"),
+    Case(
+        "resume_from_checkpoint",
+        "no folder",
+        {"resume_from_checkpoint": "./out/checkpoint-9"},
+        {"resume_from_checkpoint": "./tiny"},
+    ),
+    Case(
+        "auto_resume_from_checkpoints",
+        "no checkpoint to resume",
+        {"auto_resume_from_checkpoints": True, "save_strategy": "no", "saves_per_epoch": None},
+        {"auto_resume_from_checkpoints": True},
+        level="warning",
+    ),
+    Case(
+        "save_only_model",
+        "starts Adam from nothing",
+        {"save_only_model": True, "auto_resume_from_checkpoints": True},
+        {"save_only_model": True},
+        level="warning",
+    ),
+    Case(
+        "output_dir",
+        "Checkpoints of an earlier run",
+        {"output_dir": "./used"},
+        {"output_dir": "./used", "auto_resume_from_checkpoints": True},
+        level="warning",
+    ),
     Case("output_dir", "is a file", {"output_dir": "./alpaca.jsonl/out"}, {"output_dir": "./new/out"}),
     Case("output_dir", "every run writes to", {"output_dir": None}, {}, level="warning"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -154,12 +294,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.key}-{case.words}".replace(" ", "_"))
 def test_found_and_not_found(case: Case, folder: Path) -> None:
-    found = check(changed(**case.bad), gpus=case.gpus, folder=folder).findings
+    found = check(changed(**case.bad), gpus=case.gpus, folder=folder, validate=False).findings
     hits = [one for one in found if one.key == case.key and case.words in one.sentence]
     assert hits, [str(one) for one in found]
     assert hits[0].level == case.level and hits[0].sentence.endswith(".") and "\n" not in str(hits[0])
-    assert hits[0].fix or case.words == "line 2, column"
-    missed = check(changed(**case.good), gpus=case.gpus, folder=folder).findings
+    assert hits[0].fix
+    missed = check(changed(**case.good), gpus=case.gpus, folder=folder, validate=False).findings
     assert not [str(one) for one in missed if one.key == case.key and case.words in one.sentence]
     assert not [str(one) for one in missed if one.level == "error"], "the near miss has a mistake of its own"
 
@@ -183,7 +323,7 @@ def test_found_and_not_found(case: Case, folder: Path) -> None:
     ],
 )
 def test_good_files_of_every_method_have_nothing_to_find(changes: dict, gpus: str | None, folder: Path) -> None:
-    report = check(changed(**changes), gpus=gpus, folder=folder)
+    report = check(changed(**changes), gpus=gpus, folder=folder, validate=False)
     assert not report.findings, [str(one) for one in report.findings]
 
 
@@ -195,21 +335,19 @@ def test_the_lessons_own_files_have_no_errors(name: str, folder: Path, tmp_path:
     values = json.loads(json.dumps(values).replace("runs/axolotl/instructions.jsonl", str(folder / "alpaca.jsonl")))
     values |= {"base_model": str(folder / "tiny"), "tokenizer_config": str(folder / "tiny")}
     (tmp_path / "07_axolotl").symlink_to(LESSONS)
-    report = check(values, gpus="2xcpu", folder=tmp_path)
+    report = check(values, gpus="2xcpu", folder=tmp_path, validate=False)
     assert not report.errors, [str(one) for one in report.errors]
     assert report.memory is not None and report.batch.steps_per_epoch
 
 
 def test_a_line_beside_each_finding(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    Path("typo.yml").write_text(
-        GOOD.replace("sequence_len", "sequence_length").replace("type: alpaca", "type: completion")
-    )
-    found = {one.key: one.line for one in check("typo.yml").errors}
-    assert found == {"sequence_length": 7, "datasets[0].type": 5}
+    Path("typo.yml").write_text(GOOD.replace("./out", "./alpaca.jsonl/out").replace("type: alpaca", "type: completion"))
+    found = {one.key: one.line for one in check("typo.yml", validate=False).errors}
+    assert found == {"output_dir": 18, "datasets[0].type": 5}
     beside = Path("deeper")
     beside.mkdir()
     (beside / "run.yml").write_text(GOOD.replace("./alpaca", "./other"))
     (beside / "other.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
-    (error,) = check(beside / "run.yml").errors
+    (error,) = check(beside / "run.yml", validate=False).errors
     assert "beside the YAML" in error.fix

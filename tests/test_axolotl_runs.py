@@ -158,14 +158,22 @@ def test_the_same_yaml_trains_by_axolotls_own_command(folder, oracle):
     write(config, "command.yml")
     root = str(YAMLS.parent.parent)
     environment = os.environ | {
-        "PYTHONPATH": root, "HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1", "NUMBA_DISABLE_JIT": "1",
-        "OMP_NUM_THREADS": "1", "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
-    }  # fmt: skip
+        "PYTHONPATH": root,
+        "HF_HUB_OFFLINE": "1",
+        "AXOLOTL_DO_NOT_TRACK": "1",
+        "NUMBA_DISABLE_JIT": "1",
+        "OMP_NUM_THREADS": "1",
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
+    }
     words = ["train", "command.yml", "--launcher", "torchrun", "--", "--nproc_per_node=2"]
     done = subprocess.run(
         [sys.executable, "-m", "axolotl.cli.main", *words],
-        env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     told = read("runs/axolotl/command")
     assert [held["wrapper"] for held in told] == ["FSDPLlamaForCausalLM"] * 2

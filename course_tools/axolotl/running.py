@@ -16,8 +16,17 @@ from course_lib.launch import Run, launch, warm
 from course_tools.axolotl.overlays import merged, write
 
 # What Axolotl imports before its first step: several seconds, which ranks that are forks of a warm server are spared.
-SLOW = ("axolotl.cli.train", "axolotl.cli.config", "axolotl.common.datasets", "axolotl.train", "axolotl.core.builders",
-        "axolotl.utils.schemas.config", "axolotl.loaders", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")  # fmt: skip
+SLOW = (
+    "axolotl.cli.train",
+    "axolotl.cli.config",
+    "axolotl.common.datasets",
+    "axolotl.train",
+    "axolotl.core.builders",
+    "axolotl.utils.schemas.config",
+    "axolotl.loaders",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+)
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from course_tools.axolotl.check.datafiles import Peek, peek
 from course_tools.axolotl.check.packing import packed_rows, token_lengths
@@ -12,9 +13,14 @@ from course_tools.axolotl.check.settings import Settings
 
 # Axolotl's ATTN_IMPLS_SUPPORTING_PACKING.
 VARIABLE_LENGTH = (
-    "flash_attention_2", "flash_attention_3", "flash_attention_4", "flash_attention_torch", "flex_attention", "xformers",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+    "flash_attention_torch",
+    "flex_attention",
+    "xformers",
     "sage",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Batch:
 
 def batch(settings: Settings) -> Batch:
     """The batch of a run. Reads local data sets, nothing else."""
-    micro, accumulate = settings.number("micro_batch_size"), settings.accumulation
+    micro, accumulate = settings.number("micro_batch_size"), settings.number("gradient_accumulation_steps")
     whole = micro * accumulate * settings.data_ranks
     length, packing = settings.number("sequence_len"), bool(settings.get("sample_packing"))
     rows, unknown, peeks = _rows(settings)
@@ -67,26 +73,41 @@ def batch(settings: Settings) -> Batch:
     total = math.ceil(float(epochs or 1) * per_epoch) if per_epoch is not None else None
     capped = isinstance(limit, int) and limit > 0
     return Batch(
-        micro, accumulate, settings.data_ranks, whole, length, whole * length, packing, rows, packed, per_epoch,
-        limit if capped else total, capped, unknown,
-    )  # fmt: skip
+        micro,
+        accumulate,
+        settings.data_ranks,
+        whole,
+        length,
+        whole * length,
+        packing,
+        rows,
+        packed,
+        per_epoch,
+        limit if capped else total,
+        capped,
+        unknown,
+    )
 
 
 def _rows(settings: Settings) -> tuple[int | None, str, list[Peek]]:
     total, peeks = 0, []
-    if not settings.local_datasets:
+    if not settings.datasets():
         return None, "No data set is listed.", []
-    for one in settings.local_datasets:
+    for _, one in settings.datasets():
         if one.get("type") == "_synthetic":
-            total += one.get("length", 1000)
+            total += _number(one.get("length"), 1000)
             continue
         name = str(one.get("path") or "")
         found = peek(settings.folder / name) if os.path.exists(settings.folder / name) else Peek(None)
         if found.rows is None or one.get("split") not in (None, "train") or one.get("shards"):
             return None, f"The rows of {name or 'a data set'} are not counted here.", []
         peeks.append(found)
-        total += int(found.rows * float(one.get("weight") or 1))
+        total += int(found.rows * _number(one.get("weight"), 1))
     return total - validation_rows(settings, total), "", peeks
+
+
+def _number(value: Any, default: float) -> float:
+    return value if isinstance(value, int | float) and value else default
 
 
 def validation_rows(settings: Settings, rows: int) -> int:

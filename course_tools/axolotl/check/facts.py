@@ -10,6 +10,8 @@ from course_tools.axolotl.check.findings import Finding, dotted
 from course_tools.axolotl.check.prediction import Prediction
 from course_tools.axolotl.check.settings import Settings
 
+Key = str | tuple[str | int, ...]
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -25,15 +27,15 @@ class Facts:
 
     def given(self, key: str) -> Any:
         """A value that stands in the YAML; None if it does not."""
-        return self.settings.values.get(key)
+        return self.settings.given(key)
 
-    def say(self, level: str, key: str | tuple[str | int, ...], sentence: str, fix: str = "") -> Finding:
+    def say(self, level: str, key: Key, sentence: str, fix: str = "") -> Finding:
         """A finding at a key, with its line."""
         path = (key,) if isinstance(key, str) else key
-        return Finding(level, dotted(path) if path != ("",) else "", self.settings.document.line(*path), sentence, fix)
+        return Finding(level, dotted(path), self.settings.document.line(*path), sentence, fix)
 
-    def error(self, key: str | tuple[str | int, ...], sentence: str, fix: str = "") -> Finding:
+    def error(self, key: Key, sentence: str, fix: str = "") -> Finding:
         return self.say("error", key, sentence, fix)
 
-    def warning(self, key: str | tuple[str | int, ...], sentence: str, fix: str = "") -> Finding:
+    def warning(self, key: Key, sentence: str, fix: str = "") -> Finding:
         return self.say("warning", key, sentence, fix)

@@ -8,9 +8,15 @@ from course_lib.memory import Breakdown
 from course_tools.axolotl.check.settings import Settings
 
 NAMES = {
-    "single": "one rank", "ddp": "DDP", "fsdp": "FSDP2", "tensor": "tensor parallelism", "zero0": "DeepSpeed, ZeRO-0",
-    "zero1": "DeepSpeed, ZeRO-1", "zero2": "DeepSpeed, ZeRO-2", "zero3": "DeepSpeed, ZeRO-3",
-}  # fmt: skip
+    "single": "one rank",
+    "ddp": "DDP",
+    "fsdp": "FSDP2",
+    "tensor": "tensor parallelism",
+    "zero0": "DeepSpeed, ZeRO-0",
+    "zero1": "DeepSpeed, ZeRO-1",
+    "zero2": "DeepSpeed, ZeRO-2",
+    "zero3": "DeepSpeed, ZeRO-3",
+}
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,10 @@ def holders(settings: Settings, memory: Breakdown | None, offload: str = "none")
         host = offload == "all" or (offload == "optimizer" and what != "weights")
         found.append(
             Holder(
-                what, cut * (ranks if stage >= least else 1), None if memory is None else getattr(memory, what),
+                what,
+                cut * (ranks if stage >= least else 1),
+                None if memory is None else getattr(memory, what),
                 "host" if host else "GPU",
             )
-        )  # fmt: skip
+        )
     return found

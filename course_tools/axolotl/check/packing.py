@@ -25,13 +25,15 @@ def token_lengths(settings: Settings, peeks: list[Peek]) -> tuple[list[int] | No
     folder = settings.folder / str(settings.get("tokenizer_config") or settings.get("base_model") or "")
     if not os.path.isfile(folder / "tokenizer.json"):
         return None, "Packed rows are counted where the tokenizer lies here as a folder with tokenizer.json."
-    kinds = [one.get("type") for one in settings.local_datasets]
+    datasets = [one for _, one in settings.datasets()]
+    kinds = [one.get("type") for one in datasets]
     if any(kind not in ("alpaca", "completion") for kind in kinds):
         return None, "Packed rows are counted for `type: alpaca` and `type: completion` only."
     texts = [
-        (kind, _texts(kind, one, row)) for kind, one, found in zip(kinds, settings.local_datasets, peeks, strict=True)
+        (kind, _texts(kind, one, row))
+        for kind, one, found in zip(kinds, datasets, peeks, strict=True)
         for row in found.values
-    ]  # fmt: skip
+    ]
     if sum(len(part) for _, parts in texts for part in parts) > MOST_LETTERS:
         return None, "The data is too large to be tokenized for a check: axolotl preprocess counts it."
     from tokenizers import Tokenizer

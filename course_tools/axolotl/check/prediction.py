@@ -13,15 +13,29 @@ from course_tools.axolotl.check.settings import Settings
 
 # What a config.json may leave out, as transformers fills it in.
 LEFT_OUT = {
-    "tie_word_embeddings": False, "num_key_value_heads": None, "head_dim": None, "attention_bias": False, "mlp_bias": False,
-    "intermediate_size": None, "max_position_embeddings": 1024,
-}  # fmt: skip
-GPT2 = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
-        "n_positions": "max_position_embeddings"}  # fmt: skip
+    "tie_word_embeddings": False,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "intermediate_size": None,
+    "max_position_embeddings": 1024,
+}
+GPT2 = {
+    "n_layer": "num_hidden_layers",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}
 OPTIMIZERS = {
-    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit",
-    "adamw_torch_8bit": "adamw8bit", "paged_adamw_8bit": "paged_adamw8bit", "sgd": "sgd",
-}  # fmt: skip
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_8bit": "adamw8bit",
+    "adamw_bnb_8bit": "adamw8bit",
+    "adamw_torch_8bit": "adamw8bit",
+    "paged_adamw_8bit": "paged_adamw8bit",
+    "sgd": "sgd",
+}
 LESS = (
     "liger_fused_linear_cross_entropy",
     "cut_cross_entropy",
@@ -40,6 +54,7 @@ class Prediction(NamedTuple):
         extra: bytes beside `memory` that Axolotl's own ways cost (see `fp32_outer`); the verdict counts them.
         fits: whether the card holds it; None without a card.
         largest: the largest micro_batch_size that the card holds, everything else as it is; None where not asked.
+        certain: the loss and the lengths are known, or what a single token needs is too much already.
         caveats: what the estimate does not see, in a sentence each.
     """
 
@@ -49,6 +64,7 @@ class Prediction(NamedTuple):
     extra: int = 0
     fits: bool | None = None
     largest: int | None = None
+    certain: bool = True
     caveats: tuple[str, ...] = ()
 
 
@@ -63,14 +79,23 @@ def predict(settings: Settings) -> Prediction:
     try:
         memory = estimate(shape, micro_batch=micro, **chosen)
         fits = largest = None
+        certain = True
         if settings.cluster and settings.cluster.card:
             room = settings.cluster.card.memory - extra
             fits = memory.fits(room)
             if not fits:
                 largest = largest_micro_batch(shape, room, **chosen) if room > 0 else 0
+                least = estimate(shape, micro_batch=1, **(chosen | {"seq_len": settings.context_parallel}))
+                certain = _loss_and_lengths_known(settings) or not least.fits(room)
     except ValueError as error:
         return Prediction(None, str(error), shape)
-    return Prediction(memory, "", shape, extra, fits, largest, tuple(_caveats(settings, extra)))
+    return Prediction(memory, "", shape, extra, fits, largest, certain, tuple(_caveats(settings, extra)))
+
+
+def _loss_and_lengths_known(settings: Settings) -> bool:
+    foreign = [name for name in settings.given("plugins") or [] if not str(name).startswith("course_tools.")]
+    fused = foreign or any(settings.given(key) for key in LESS)
+    return not fused and bool(settings.get("sample_packing") or settings.get("pad_to_sequence_len"))
 
 
 def fp32_outer(settings: Settings, shape: Shape, chosen: dict[str, Any]) -> int:
@@ -78,7 +103,7 @@ def fp32_outer(settings: Settings, shape: Shape, chosen: dict[str, Any]) -> int:
 
     It does in full training without FSDP, unless the attention asks for 16-bit input (`should_convert_embedding_dtypes`).
     """
-    keeps = settings.attention in ("", "sdpa", "eager") and not settings.values.get("cut_cross_entropy")
+    keeps = settings.attention in ("", "sdpa", "eager") and not settings.given("cut_cross_entropy")
     if (
         chosen["method"] != "full"
         or chosen["precision"] != "bf16"
@@ -166,13 +191,20 @@ def choices(settings: Settings) -> dict[str, Any]:
     if ranks == 1 and plan == "ddp":
         plan = "single"
     chosen: dict[str, Any] = {
-        "method": method, "precision": _precision(settings, method, plan), "optimizer": optimizer, "strategy": plan,
-        "ranks": ranks, "tensor_parallel": settings.tensor_parallel, "seq_len": settings.number("sequence_len"),
+        "method": method,
+        "precision": _precision(settings, method, plan),
+        "optimizer": optimizer,
+        "strategy": plan,
+        "ranks": ranks,
+        "tensor_parallel": settings.tensor_parallel,
+        "seq_len": settings.number("sequence_len"),
         "context_parallel": settings.context_parallel if strategy != "fsdp" else 1,
-        "micro_batches": settings.accumulation, "checkpointing": _checkpointing(settings),
-        "attention": "eager" if settings.attention == "eager" else "flash", "offload": _offload(settings),
+        "micro_batches": settings.number("gradient_accumulation_steps"),
+        "checkpointing": _checkpointing(settings),
+        "attention": "eager" if settings.attention == "eager" else "flash",
+        "offload": _offload(settings),
         "step": "foreach" if settings.get("optimizer") == "adamw_torch" else "fused",
-    }  # fmt: skip
+    }
     if strategy == "fsdp" and settings.context_parallel > 1:
         chosen["context_parallel"] = settings.context_parallel
         chosen["seq_len"] = -(-chosen["seq_len"] // settings.context_parallel) * settings.context_parallel
@@ -216,7 +248,10 @@ def _offload(settings: Settings) -> str:
 
 
 def _caveats(settings: Settings, extra: int) -> list[str]:
-    found = [f"{key} needs less than is counted here." for key in LESS if settings.values.get(key)]
+    found = [f"{key} needs less than is counted here." for key in LESS if settings.given(key)]
+    for plugin in settings.given("plugins") or []:
+        if "liger" in str(plugin).lower() or "cut_cross_entropy" in str(plugin):
+            found.append(f"{plugin} may need less than is counted here.")
     if extra:
         found.append(
             f"Axolotl keeps embedding and head in fp32 under {settings.attention or 'sdpa'}: {extra / 2**30:,.2f} GiB more, "
@@ -224,6 +259,6 @@ def _caveats(settings: Settings, extra: int) -> list[str]:
         )
     if not settings.get("sample_packing") and not settings.get("pad_to_sequence_len"):
         found.append("Counted for sequences of sequence_len; batches are padded to their longest only.")
-    if settings.values.get("lora_modules_to_save"):
+    if settings.given("lora_modules_to_save"):
         found.append("lora_modules_to_save is trained in full and not counted.")
     return found

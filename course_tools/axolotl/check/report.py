@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from course_lib.memory import Breakdown
+from course_lib.units import GIB, MIB
 from course_tools.axolotl.check.batch import Batch
 from course_tools.axolotl.check.findings import Finding
 from course_tools.axolotl.check.gpus import Cluster
 from course_tools.axolotl.check.holders import Holder
-
-GIB = 2**30
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,19 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """For JSON; sizes in bytes."""
         return {
-            "name": self.name, "gpus": str(self.cluster) if self.cluster else None, "launch_command": self.launch_command,
-            "strategy": self.strategy, "batch": asdict(self.batch),
+            "name": self.name,
+            "gpus": str(self.cluster) if self.cluster else None,
+            "launch_command": self.launch_command,
+            "strategy": self.strategy,
+            "batch": asdict(self.batch),
             "holders": [asdict(one) | {"share": one.share} for one in self.holders],
-            "memory": self.memory.as_dict() if self.memory else None, "memory_unknown": self.memory_unknown,
-            "fits": self.fits, "largest_micro_batch": self.largest, "caveats": list(self.caveats),
+            "memory": self.memory.as_dict() if self.memory else None,
+            "memory_unknown": self.memory_unknown,
+            "fits": self.fits,
+            "largest_micro_batch": self.largest,
+            "caveats": list(self.caveats),
             "findings": [asdict(one) for one in self.findings],
-        }  # fmt: skip
+        }
 
     def __str__(self) -> str:
         return "\n".join([*self._run(), *self._memory(), "", *self._findings()])
@@ -114,3 +120,15 @@ class Report:
 def amount(size: int) -> str:
     """Bytes as GiB, small ones as MiB."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / MIB:,.2f} MiB"
+
+
+def launch_command(path: Path | None, cluster: Cluster | None) -> str:
+    """``axolotl train`` for these cards; on several machines the command of each of them, with its rank to fill in."""
+    name = shlex.quote(str(path or "run.yml"))
+    if cluster is None or cluster.ranks == 1:
+        return f"axolotl train {name} --launcher python"
+    torchrun = f"axolotl train {name} --launcher torchrun -- "
+    if cluster.nodes == 1:
+        return f"{torchrun}--nproc_per_node={cluster.per_node}"
+    rendezvous = "--rdzv_endpoint=$HEAD:29500 --rdzv_backend=c10d --rdzv_id=run"
+    return f"{torchrun}--nnodes={cluster.nodes} --nproc_per_node={cluster.per_node} {rendezvous}"

@@ -7,19 +7,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from course_lib.validation import did_you_mean
 from course_tools.axolotl.check.facts import Facts
-from course_tools.axolotl.check.findings import Finding, nearest
+from course_tools.axolotl.check.findings import Finding
 
 STRATEGIES = ("no", "epoch", "steps", "best")
-
-
-def rules(facts: Facts) -> Iterator[Finding]:
-    """Findings about checkpoints, the last step, resuming and the output folder."""
-    yield from _words(facts)
-    yield from _checkpoints(facts)
-    yield from _last_weights(facts)
-    yield from _resuming(facts)
-    yield from _output(facts)
+GATHER = "gather_16bit_weights_on_model_save"  # DeepSpeed reads it with and without the prefix
 
 
 def when(facts: Facts) -> tuple[str, int | None]:
@@ -42,37 +35,23 @@ def when(facts: Facts) -> tuple[str, int | None]:
     return strategy, 500 if strategy == "steps" else None  # transformers' own default
 
 
-def _words(facts: Facts) -> Iterator[Finding]:
+def words(facts: Facts) -> Iterator[Finding]:
+    """Settings of saving that mean something else than they seem to."""
     strategy, steps = facts.given("save_strategy"), facts.given("save_steps")
     if strategy is not None and strategy not in STRATEGIES:
-        near = nearest(strategy, STRATEGIES, 0.5)
-        yield facts.error(
-            "save_strategy",
-            f"{strategy!r} is none of {', '.join(STRATEGIES)}; transformers refuses it.",
-            f"write {near}" if near else "",
-        )
-    elif strategy and steps and strategy != "steps":
-        yield facts.error(
-            "save_steps",
-            f"save_steps does not go with save_strategy: {strategy}, and Axolotl refuses.",
-            "leave one of them out",
-        )
-    if facts.given("saves_per_epoch") and steps:
-        yield facts.error(
-            "saves_per_epoch", "save_steps and saves_per_epoch are both set, and Axolotl refuses.", "keep one"
-        )
+        sentence = f"{strategy!r} is none of {', '.join(STRATEGIES)}; transformers refuses it."
+        near = did_you_mean(strategy, STRATEGIES)
+        yield facts.warning("save_strategy", sentence, f"write {near[0] if near else 'one of them'}")
     if strategy == "no" and when(facts)[0] == "steps" and not steps:
-        yield facts.warning(
-            "save_strategy", "saves_per_epoch wins over it: there will be checkpoints.", "leave one of the two out"
-        )
+        sentence = "saves_per_epoch wins over it: there will be checkpoints."
+        yield facts.warning("save_strategy", sentence, "leave one of the two out")
     if facts.given("saves_per_epoch") == 0 and strategy != "no" and not steps:
-        yield facts.warning(
-            "saves_per_epoch", "A 0 switches nothing off: it counts as unset, and every epoch is saved.",
-            'write save_strategy: "no" for no checkpoints',
-        )  # fmt: skip
+        sentence = "A 0 switches nothing off: it counts as unset, and every epoch is saved."
+        yield facts.warning("saves_per_epoch", sentence, 'write save_strategy: "no" for no checkpoints')
 
 
-def _checkpoints(facts: Facts) -> Iterator[Finding]:
+def checkpoints(facts: Facts) -> Iterator[Finding]:
+    """Checkpoints that never come, or come too late."""
     strategy, every = when(facts)
     total, batch = facts.batch.total_steps, facts.batch
     key = "save_strategy" if facts.given("save_strategy") else ""
@@ -84,10 +63,8 @@ def _checkpoints(facts: Facts) -> Iterator[Finding]:
             "give save_steps or saves_per_epoch",
         )
     elif strategy == "best":
-        yield facts.warning(
-            key, "Only steps that improve the metric become checkpoints: the last step is saved as one by luck.",
-            "take save_strategy: steps to be able to resume",
-        )  # fmt: skip
+        sentence = "Only steps that improve the metric become checkpoints: the last step is saved as one by luck."
+        yield facts.warning(key, sentence, "take save_strategy: steps to be able to resume")
     elif strategy == "steps" and every and total and every >= total:
         yield facts.warning(
             "save_steps" if facts.given("save_steps") else key,
@@ -95,87 +72,69 @@ def _checkpoints(facts: Facts) -> Iterator[Finding]:
             f"write save_steps: {max(1, total // 4)}, say",
         )
     elif strategy == "epoch" and total and batch.steps_per_epoch and total < batch.steps_per_epoch:
-        yield facts.say(
-            "note", key, f"Saved once an epoch, and the run ends within the first ({total} of {batch.steps_per_epoch} steps): "
-            "one checkpoint, at the end.",
-        )  # fmt: skip
+        ends = f"the run ends within the first ({total} of {batch.steps_per_epoch} steps)"
+        yield facts.say("note", key, f"Saved once an epoch, and {ends}: one checkpoint, at the end.")
 
 
-def _last_weights(facts: Facts) -> Iterator[Finding]:
+def last_weights(facts: Facts) -> Iterator[Finding]:
     """Axolotl writes the trained weights to output_dir when a run ends, but not under every sharding."""
     settings, fsdp = facts.settings, facts.settings.fsdp
-    strategy, _ = when(facts)
-    if fsdp and not settings.adapter and not fsdp.get("final_state_dict_type"):
-        kind, path = fsdp.get("state_dict_type"), ("fsdp_config", "state_dict_type")
-        if kind == "SHARDED_STATE_DICT" and strategy == "no":
-            yield facts.error(
-                path,
-                "The final weights are merged from the last checkpoint, and save_strategy is no: they are never written.",
-                "add final_state_dict_type: FULL_STATE_DICT",
-            )
-        elif kind == "SHARDED_STATE_DICT" and strategy == "best":
-            yield facts.warning(
-                path, "The final weights are merged from the last checkpoint, which need not be the last step.",
-                "add final_state_dict_type: FULL_STATE_DICT",
-            )  # fmt: skip
-    if fsdp and fsdp.get("state_dict_type") == "SHARDED_STATE_DICT" and facts.given("save_only_model"):
-        yield facts.error(
-            "save_only_model",
-            "transformers refuses it under SHARDED_STATE_DICT.",
-            "write state_dict_type: FULL_STATE_DICT",
-        )
-    gather = settings.zero.get("stage3_gather_16bit_weights_on_model_save")
+    sharded = fsdp.get("state_dict_type") == "SHARDED_STATE_DICT"
+    if sharded and not settings.adapter and not fsdp.get("final_state_dict_type"):
+        lost = {
+            "no": "and save_strategy is no: they are never written.",
+            "best": "which need not be the last step.",
+        }.get(when(facts)[0])
+        if lost:
+            sentence = f"The final weights are merged from the last checkpoint, {lost}"
+            path = ("fsdp_config", "state_dict_type")
+            yield facts.warning(path, sentence, "add final_state_dict_type: FULL_STATE_DICT")
+    if sharded and facts.given("save_only_model"):
+        sentence = "transformers refuses it under SHARDED_STATE_DICT."
+        yield facts.warning("save_only_model", sentence, "write state_dict_type: FULL_STATE_DICT")
+    gather = settings.zero.get(f"stage3_{GATHER}") or settings.zero.get(GATHER)
     if settings.strategy == "zero3" and not gather and not settings.adapter:
         yield facts.warning(
             "deepspeed",
-            "stage3_gather_16bit_weights_on_model_save is not on: what is saved are ZeRO's shards, which no from_pretrained reads.",
+            f"stage3_{GATHER} is not on: what is saved are ZeRO's shards, which no from_pretrained reads.",
             "set it to true, or run zero_to_fp32.py afterwards",
         )
 
 
-def _resuming(facts: Facts) -> Iterator[Finding]:
+def resuming(facts: Facts) -> Iterator[Finding]:
+    """Runs that cannot go on, or would start again beside what is there."""
     given, auto = facts.given("resume_from_checkpoint"), facts.given("auto_resume_from_checkpoints")
-    strategy, _ = when(facts)
     if given and not os.path.isdir(facts.settings.folder / given):
-        yield facts.error(
-            "resume_from_checkpoint", f"There is no folder {given} to go on from.", "name a checkpoint-N folder"
-        )
+        sentence = f"There is no folder {given} to go on from."
+        yield facts.error("resume_from_checkpoint", sentence, "name a checkpoint-N folder")
     if given and auto:
-        yield facts.warning(
-            "auto_resume_from_checkpoints",
-            "resume_from_checkpoint wins: a restart goes back to it each time, not to the newest checkpoint.",
-            "leave resume_from_checkpoint out",
-        )
-    if auto and strategy == "no":
-        yield facts.error(
-            "auto_resume_from_checkpoints",
-            "There will be no checkpoint to resume from.",
-            "give save_steps or saves_per_epoch",
-        )
+        sentence = "resume_from_checkpoint wins: a restart goes back to it each time, not to the newest checkpoint."
+        yield facts.warning("auto_resume_from_checkpoints", sentence, "leave resume_from_checkpoint out")
+    if auto and when(facts)[0] == "no":
+        sentence = "There will be no checkpoint to resume from."
+        yield facts.warning("auto_resume_from_checkpoints", sentence, "give save_steps or saves_per_epoch")
     if facts.given("save_only_model") and (auto or given):
-        yield facts.error(
-            "save_only_model", "Checkpoints without the optimizer's state: a resumed run starts Adam from nothing.",
-            "write save_only_model: false",
-        )  # fmt: skip
-    output = facts.settings.folder / str(facts.get("output_dir"))
+        sentence = "Checkpoints without the optimizer's state: a resumed run starts Adam from nothing."
+        yield facts.warning("save_only_model", sentence, "write save_only_model: false")
+    output = facts.settings.folder / facts.get("output_dir")
     if not auto and not given and os.path.isdir(output) and any(output.glob("checkpoint-*")):
-        yield facts.warning(
-            "output_dir", "Checkpoints of an earlier run lie there, and this one starts from nothing beside them.",
-            "write auto_resume_from_checkpoints: true, or another output_dir",
-        )  # fmt: skip
+        sentence = "Checkpoints of an earlier run lie there, and this one starts from nothing beside them."
+        yield facts.warning("output_dir", sentence, "write auto_resume_from_checkpoints: true, or another output_dir")
 
 
-def _output(facts: Facts) -> Iterator[Finding]:
-    if "output_dir" not in facts.settings.values:
-        yield facts.warning(
-            "output_dir", "Not given: every run writes to ./model-out, over the one before.", "name a folder"
-        )
+def output_folder(facts: Facts) -> Iterator[Finding]:
+    """An output folder that is missing from the YAML or cannot be written to."""
+    if facts.given("output_dir") is None:
+        sentence = "Not given: every run writes to ./model-out, over the one before."
+        yield facts.warning("output_dir", sentence, "name a folder")
         return
-    place: Path = facts.settings.folder / str(facts.get("output_dir"))
+    place: Path = facts.settings.folder / facts.given("output_dir")
     there = next(one for one in (place, *place.parents) if os.path.exists(one))
     if not os.path.isdir(there):
         yield facts.error("output_dir", f"{there} is a file, so no folder can be made of it.", "name another folder")
     elif not os.access(there, os.W_OK):
-        yield facts.error(
-            "output_dir", f"{there} may not be written to.", "name another folder, or get the right to write"
-        )
+        sentence = f"{there} may not be written to."
+        yield facts.error("output_dir", sentence, "name another folder, or get the right to write")
+
+
+RULES = (words, checkpoints, last_weights, resuming, output_folder)

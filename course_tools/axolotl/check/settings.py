@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,17 +11,79 @@ from pathlib import Path
 from typing import Any
 
 from course_tools.axolotl.check.gpus import Cluster
-from course_tools.axolotl.check.schema import stored
 from course_tools.axolotl.check.yaml_lines import Document
 
+# The keys that rules ask for, by what they hold. A value of another kind is left out: Axolotl's validator names it.
+KEYS = {
+    "whole number": """micro_batch_size gradient_accumulation_steps sequence_len batch_size eval_batch_size max_steps
+        warmup_steps tensor_parallel_size context_parallel_size sequence_parallel_degree dp_shard_size dp_replicate_size
+        lora_r sample_packing_bin_size""",
+    "number": "num_epochs val_set_size save_steps saves_per_epoch lora_alpha",
+    "flag": """load_in_4bit load_in_8bit bfloat16 float16 sample_packing pad_to_sequence_len multipack_real_batches
+        dataloader_drop_last auto_resume_from_checkpoints save_only_model lora_target_linear skip_prepare_dataset
+        lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel xformers_attention sage_attention
+        flex_attention flash_attention sdp_attention eager_attention qlora_sharded_model_loading
+        offload_params cpu_ram_efficient_loading activation_checkpointing""",
+    "text": """base_model tokenizer_config adapter optimizer attn_implementation save_strategy output_dir
+        resume_from_checkpoint lora_model_dir rl path split field field_messages message_field_role
+        message_field_content state_dict_type final_state_dict_type""",
+    "flag or text": """bf16 fp16 tf32 gradient_checkpointing activation_offloading tiled_mlp chunked_cross_entropy
+        cut_cross_entropy liger_fused_linear_cross_entropy""",
+    "text or mapping": "deepspeed type",
+    "mapping": "fsdp_config message_property_mappings",
+    "list": "datasets test_datasets plugins",
+    "anything": """pretraining_dataset selective_checkpointing learning_rate lr_scheduler_kwargs fsdp_version
+        lora_target_modules lora_target_parameters lora_modules_to_save weight length shards""",
+}
+KINDS = {key: kind for kind, keys in KEYS.items() for key in keys.split()}
+DEFAULTS = {
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "sequence_len": 512,
+    "num_epochs": 1.0,
+    "bf16": "auto",
+    "sample_packing_bin_size": 200,
+    "optimizer": "adamw_torch_fused",
+    "output_dir": "./model-out",
+}
+TRUE, FALSE = ("true", "yes", "on", "t", "y", "1"), ("false", "no", "off", "f", "n", "0")
 # Axolotl's boolean flags of old for attn_implementation, in the order in which they win.
 ATTENTION_FLAGS = {
-    "xformers_attention": "xformers", "sage_attention": "sage", "flex_attention": "flex_attention",
-    "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager",
-}  # fmt: skip
+    "xformers_attention": "xformers",
+    "sage_attention": "sage",
+    "flex_attention": "flex_attention",
+    "flash_attention": "flash_attention_2",
+    "sdp_attention": "sdpa",
+    "eager_attention": "eager",
+}
+MOST = 2**31  # a count above this is a slip, and rules_batch says so
 
 
-MOST = 2**31  # what is above is a slip, and rules_numbers says so
+def readable(values: dict[Any, Any]) -> dict[str, Any]:
+    """Those of the values that the rules know, each as the kind that Axolotl makes of it: "2048" as 2048."""
+    found = {key: _as(KINDS[key], value) for key, value in values.items() if key in KINDS}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _as(kind: str, value: Any) -> Any:
+    if kind in ("number", "whole number"):
+        try:
+            number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+        except (ValueError, OverflowError):
+            return None
+        if kind == "number":
+            return (value if isinstance(value, int) else number) if math.isfinite(number) else None
+        return int(number) if number.is_integer() else None
+    word = str(value).lower() if isinstance(value, str | int) else ""
+    if "flag" in kind and word in (*TRUE, *FALSE):
+        return word in TRUE
+    if "text" in kind and isinstance(value, str):
+        return None if "\0" in value else value
+    if "mapping" in kind and isinstance(value, dict):
+        return value
+    if kind == "list":
+        return value if isinstance(value, list) else None
+    return value if kind == "anything" else None
 
 
 @dataclass(frozen=True)
@@ -28,26 +91,31 @@ class Settings:
     """A run: the YAML's values with Axolotl's defaults behind them, the cards, and where its paths count from.
 
     Attributes:
-        values: without unknown keys and wrong types (`keys.cleaned`).
         cluster: the cards; None if none were told.
         folder: the working directory, from which Axolotl reads relative paths.
     """
 
     document: Document
-    values: dict[str, Any]
     cluster: Cluster | None
     folder: Path
 
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        return readable(self.document.values)
+
+    def given(self, key: str) -> Any:
+        """A top-level value that stands in the YAML; None if it does not."""
+        assert key in KINDS, key
+        return self.values.get(key)
+
     def get(self, key: str) -> Any:
         """A top-level value, or Axolotl's default."""
-        if key in self.values:
-            return self.values[key]
-        return stored()["config"]["properties"].get(key, {}).get("default")
+        given = self.given(key)
+        return DEFAULTS.get(key) if given is None else given
 
     def number(self, key: str, least: int = 1) -> int:
         """A whole number of at least `least`; what is missing or below is `least`."""
-        value = self.get(key)
-        return min(MOST, max(least, int(value))) if isinstance(value, int | float) else least
+        return min(MOST, max(least, int(self.get(key) or 0)))
 
     @property
     def ranks(self) -> int:
@@ -70,20 +138,20 @@ class Settings:
     def shard_ranks(self) -> int:
         """Ranks that FSDP2 cuts the model over; those of context parallelism are among them."""
         ranks = max(1, self.ranks // self.tensor_parallel)
-        if self.values.get("dp_shard_size"):
+        if self.given("dp_shard_size"):
             return min(ranks, self.number("dp_shard_size") * self.context_parallel)
         return max(1, ranks // self.number("dp_replicate_size"))
 
     @property
     def adapter(self) -> str:
-        return str(self.get("adapter") or "")
+        return self.get("adapter") or ""
 
     @property
     def attention(self) -> str:
-        """As transformers is told; without a choice it takes sdpa."""
-        if self.values.get("attn_implementation"):
-            return str(self.values["attn_implementation"])
-        return next((name for flag, name in ATTENTION_FLAGS.items() if self.values.get(flag)), "")
+        """As transformers is told; "" without a choice, and then transformers takes sdpa."""
+        if self.given("attn_implementation"):
+            return self.given("attn_implementation")
+        return next((name for flag, name in ATTENTION_FLAGS.items() if self.given(flag)), "")
 
     @property
     def precision(self) -> str:
@@ -92,25 +160,26 @@ class Settings:
         if bf16 is True or self.get("bfloat16") is True:
             return "bf16"
         if bf16 == "auto" and not fp16:
-            has = self.cluster is None or (not self.cluster.cpu and self.cluster.card.bf16)
+            has = self.cluster is None or (self.cluster.card is not None and self.cluster.card.bf16)
             return "bf16" if has else "fp32" if fp16 is False or self.get("float16") else "fp16"
         return "fp16" if fp16 or self.get("float16") or self.get("load_in_8bit") else "fp32"
 
     @cached_property
     def fsdp(self) -> dict[str, Any]:
-        """fsdp_config; empty without FSDP."""
-        return self.values.get("fsdp_config") or {}
+        """fsdp_config, its keys without FSDP1's prefix; empty without FSDP."""
+        given = self.given("fsdp_config") or {}
+        return readable({str(key).removeprefix("fsdp_"): value for key, value in given.items()})
 
     @cached_property
     def deepspeed_file(self) -> Path | None:
         """The JSON's path as Axolotl would open it; None without one."""
-        named = self.values.get("deepspeed")
+        named = self.given("deepspeed")
         return self.folder / named if isinstance(named, str) else None
 
     @cached_property
     def deepspeed(self) -> dict[str, Any]:
         """DeepSpeed's configuration; empty without one, and where it cannot be read (a finding says so)."""
-        given = self.values.get("deepspeed")
+        given = self.given("deepspeed")
         if isinstance(given, dict):
             return given
         if self.deepspeed_file is None:
@@ -139,24 +208,19 @@ class Settings:
         With tensor parallelism transformers shards over the ranks that are left, as FSDP2 does, whether or not the YAML
         has an fsdp_config.
         """
-        if self.values.get("fsdp_config"):
+        if self.given("fsdp_config"):
             return "fsdp"
-        if self.values.get("deepspeed"):
+        if self.given("deepspeed"):
             stage = self.zero.get("stage", 0)
             return f"zero{stage}" if stage in (0, 1, 2, 3) and not isinstance(stage, bool) else "zero0"
         if self.tensor_parallel > 1:
             return "tensor" if self.data_ranks * self.context_parallel == 1 else "fsdp"
         return "ddp" if self.ranks > 1 else "single"
 
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches a step. Axolotl's own default of 1 wins over `batch_size`, which therefore changes nothing."""
-        return self.number("gradient_accumulation_steps")
-
-    @property
-    def local_datasets(self) -> list[dict[str, Any]]:
-        found = self.values.get("datasets")
-        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    def datasets(self, key: str = "datasets") -> list[tuple[int, dict[str, Any]]]:
+        """The data sets under a key that can be read, each with its place in the list."""
+        found = enumerate(self.given(key) or [])
+        return [(index, readable(one)) for index, one in found if isinstance(one, dict)]
 
     def local(self, name: str) -> bool:
         """Whether a path is meant to lie here: it does, or it looks like a path and not like a name on a hub."""

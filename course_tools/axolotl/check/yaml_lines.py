@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,21 @@ class Document:
     duplicates: tuple[tuple[KeyPath, int], ...] = ()
     plain_strings: frozenset[KeyPath] = frozenset()
     path: Path | None = None
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Document:
+        """A document of values that came without a file."""
+        return cls(dict(values), plain_strings=frozenset(_exponents(values, ())))
+
+    def value(self, *path: str | int) -> Any:
+        """The value at a path; None where there is none."""
+        found: Any = self.values
+        for step in path:
+            try:
+                found = found[step]
+            except (KeyError, IndexError, TypeError):
+                return None
+        return found
 
     def line(self, *path: str | int) -> int | None:
         """The line of a key, or of the nearest key around it; None where no file was read."""
@@ -101,6 +116,24 @@ def loaded(text: str, name: Any) -> tuple[yaml.Node | None, dict[str, Any] | Non
     if values is not None and not isinstance(values, dict):
         raise ValueError(f"{name} holds a {type(values).__name__}, and a configuration is lines of `key: value`.")
     return root, values
+
+
+def written_number(text: str) -> str:
+    """1e3 as 1000 and 1e-4 as 1.0e-4, which YAML 1.1 takes for numbers."""
+    number = float(text)
+    if number.is_integer() and abs(number) < 1e15:
+        return str(int(number))
+    mantissa, _, exponent = text.lower().partition("e")
+    sign = "" if exponent.startswith(("-", "+")) else "+"
+    return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{sign}{exponent}"
+
+
+def _exponents(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+    if isinstance(value, str) and EXPONENT.fullmatch(value):
+        yield path
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from _exponents(item, (*path, key))
 
 
 def _walk(node: yaml.Node, path: KeyPath, above: frozenset[int]) -> Iterator[tuple[KeyPath, yaml.Node, yaml.Node]]:

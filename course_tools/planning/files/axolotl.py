@@ -85,6 +85,10 @@ def values(plan: Plan, base_model: str | None = None) -> dict[str, Any]:
         found["selective_checkpointing"] = {"save": KEPT}
     if plan.method != "full":
         found |= {"adapter": plan.method, "load_in_4bit": plan.method == "qlora", "lora_r": plan.lora_rank, **LORA}
+        if (
+            plan.machines.cpu or plan.checkpointing == "selective"
+        ):  # Triton, and kernels that compute what was kept anew
+            found |= {key: False for key in KERNELS}
     if plan.tp > 1:
         found["tensor_parallel_size"] = plan.tp
     if plan.strategy in ZERO_STAGES:
@@ -92,7 +96,6 @@ def values(plan: Plan, base_model: str | None = None) -> dict[str, Any]:
     elif plan.strategy == "fsdp" and plan.dp > 1:
         found |= {"fsdp_version": 2, "fsdp_config": _fsdp(plan)}
     if plan.machines.cpu:
-        found |= {key: False for key in KERNELS} if plan.method != "full" else {}
         found["plugins"] = ["course_tools.axolotl.cpu_ranks.CPURanks"]  # without it no CPU rank shards anything
     return found | {"output_dir": f"runs/{model_name(plan)}-{plan.method}-{plan.strategy}".replace(" ", "-")}
 
@@ -136,4 +139,4 @@ def _report(plan: Plan, found: dict[str, Any]) -> Any:
     nodes, per_node = layout(plan)
     card = None if plan.machines.cpu else plan.machines.card
     cards = Cluster(nodes, per_node, card, card.capability if card else None)
-    return check(found, gpus=cards)
+    return check(found, gpus=cards, validate=False)

@@ -1,0 +1,216 @@
+"""Axolotl's own verdict on a YAML, from a process that loads Axolotl once and then answers in a fraction of a second."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from course_lib.validation import did_you_mean
+from course_tools.axolotl.check.findings import Finding, dotted
+from course_tools.axolotl.check.gpus import Cluster
+from course_tools.axolotl.check.yaml_lines import Document, written_number
+
+AXOLOTL = "0.21.0"  # as requirements-no-deps.txt pins it
+MISSING = Finding(
+    "note",
+    "",
+    None,
+    "Axolotl is not installed, so its validator was not asked, and misspelt keys and wrong types were not looked for.",
+    f"pip install --no-deps --ignore-requires-python axolotl=={AXOLOTL}",
+)
+QUIET = {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+PATIENCE = 180.0  # seconds: on a busy machine the import alone takes a minute
+ASSUMED = (8, 0)  # compute capability where a card is known by its memory alone
+
+_lock = threading.Lock()
+_process: subprocess.Popen[bytes] | None = None
+
+
+def findings(document: Document, cluster: Cluster | None, folder: Path) -> list[Finding]:
+    """What Axolotl refuses, warns of, and reads past. Starts its process on the first call, and says so on stderr."""
+    if importlib.util.find_spec("axolotl") is None:
+        return [MISSING]
+    try:
+        said = ask(document.values, pretended(cluster), folder)
+    except RuntimeError as error:
+        return [Finding("note", "", None, f"Axolotl's validator was not asked: {error}")]
+    return [*_refusals(document, said), *_plugins(document, said), *_unknown(document, said), *_rest(document, said)]
+
+
+def pretended(cluster: Cluster | None) -> dict[str, Any]:
+    """The capabilities that Axolotl would read off the cards."""
+    major, minor = (cluster.capability if cluster else None) or ASSUMED
+    return {
+        "bf16": (major, minor) >= (8, 0),
+        "fp8": (major, minor) >= (9, 0),
+        "tf32": (major, minor) >= (8, 0),
+        "n_gpu": cluster.per_node if cluster else 1,
+        "n_node": cluster.nodes if cluster else 1,
+        "compute_capability": f"sm_{major}{minor}",
+    }
+
+
+def ask(values: dict[str, Any], capabilities: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The answer of `axolotl_process.answer`.
+
+    Raises:
+        RuntimeError: Axolotl cannot be imported, or its process ended or did not answer; the sentence says which.
+    """
+    global _process
+    question = {"values": values, "capabilities": capabilities, "folder": os.path.abspath(folder)}
+    try:
+        line = json.dumps(question, default=str).encode() + b"\n"
+    except (TypeError, ValueError) as error:  # a date as a key, a list inside itself
+        raise RuntimeError(f"the YAML holds what no JSON can hold ({error}).") from None
+    with _lock:
+        try:
+            if _process is None or _process.poll() is not None:
+                _process = _start()
+                ready = _answer(_process)
+                if "failed" in ready:
+                    raise RuntimeError(f"{ready['failed'].rstrip('.')}.")
+            assert _process.stdin is not None
+            _process.stdin.write(line)
+            _process.stdin.flush()
+            return _answer(_process)
+        except BaseException as error:  # an answer that was not waited for must not be taken for the next one's
+            close()
+            if isinstance(error, BrokenPipeError):
+                raise RuntimeError("its process ended.") from None
+            raise
+
+
+def close() -> None:
+    """End the process, if there is one."""
+    global _process
+    ended, _process = _process, None
+    if ended is not None:
+        ended.kill()
+        for pipe in (ended.stdin, ended.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        ended.wait()
+
+
+atexit.register(close)
+
+
+def _start() -> subprocess.Popen[bytes]:
+    print("Reading Axolotl's schema once: about ten seconds.", file=sys.stderr, flush=True)
+    root = str(Path(__file__).parents[3])
+    return subprocess.Popen(
+        [sys.executable, "-m", "course_tools.axolotl.check.axolotl_process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | QUIET | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
+        start_new_session=True,  # Ctrl-C in a terminal is for the program that asks; it ends this one
+    )
+
+
+def _answer(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], PATIENCE)[0]:
+        raise RuntimeError(f"it gave no answer within {PATIENCE:.0f} s.")
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"its process ended with exit code {process.wait()}.")
+    return json.loads(line)
+
+
+def _refusals(document: Document, said: dict[str, Any]) -> Iterator[Finding]:
+    found: dict[tuple[Any, ...], list[str]] = {}  # pydantic words one refusal for each type that a key may have
+    for one in said["refusals"]:
+        words = " ".join(one["words"].removeprefix("Value error, ").split()).rstrip(".")
+        path = _path_in(one["path"], document.values)
+        if not path:
+            keys = [word for word in re.findall(r"[a-z][a-z0-9_]+", words) if word in document.values]
+            keys = keys or re.findall(r"cfg\.(\w+)", words)
+            path = (max(keys, key=len),) if keys else ()
+        found.setdefault(path, []).append(words)
+    for path, words in found.items():
+        sentence = f"Axolotl refuses it: “{'; or '.join(dict.fromkeys(words))}”."
+        yield _at(document, "error", path, sentence, _mended(document, path, sentence))
+
+
+def _path_in(steps: list[Any], values: Any) -> tuple[Any, ...]:
+    """The steps that lead into the values; pydantic names classes between them."""
+    path: list[Any] = []
+    for step in steps:
+        if (isinstance(values, dict) and step in values) or (isinstance(values, list) and step in range(len(values))):
+            path.append(step)
+            values = values[step]
+        elif not path and isinstance(step, str):
+            return (step,)  # a key that is missing
+    return tuple(path)
+
+
+def _mended(document: Document, path: tuple[Any, ...], sentence: str) -> str:
+    """What to write where YAML itself is the trap."""
+    value = document.value(*path)
+    if path in document.plain_strings:
+        return f"YAML 1.1 reads {value} as text: write {written_number(value)}"
+    if "valid string" in sentence and isinstance(value, bool):
+        words = ("no", "off", "false") if value is False else ("yes", "on", "true")
+        return f'YAML reads a bare {", ".join(words)} as {words[2]}: write {path[-1]}: "{words[0]}"'
+    if "valid string" in sentence and isinstance(value, int | float):
+        return f'write {path[-1]}: "{value}"'
+    near = did_you_mean(value, re.findall(r"'([\w.]+)'", sentence)) if isinstance(value, str) else []
+    return f"write {near[0]}" if near else f"add {path[-1]}: …" if "Field required" in sentence else ""
+
+
+def _plugins(document: Document, said: dict[str, Any]) -> Iterator[Finding]:
+    for name, reason in said["plugins"].items():
+        sentence = f"{name} cannot be loaded here, so its keys were not checked ({' '.join(reason.split())})."
+        yield _at(document, "note", ("plugins",), sentence, "install what it needs where the run starts")
+
+
+def _unknown(document: Document, said: dict[str, Any]) -> Iterator[Finding]:
+    folders = [name.removeprefix("axolotl.integrations.").split(".")[0] for name in said["plugins"]]
+    heard = " ".join([*(one["words"] for one in said["refusals"]), *said["warnings"]])
+    foreign = [name for name in said["plugins"] if not name.startswith("axolotl.")]
+    for one in said["unknown"]:
+        path, plugin, near = tuple(one["path"]), one["plugin"], one["near"]
+        key = str(path[-1])
+        if re.search(rf"\b{re.escape(key)}\b", heard) or (plugin and plugin["folder"] in folders):
+            continue  # Axolotl speaks of it itself, or a plugin that cannot be loaded here brings it
+        level = "note" if one["null"] or foreign else "error"
+        if plugin:
+            sentence = "The key belongs to a plugin that the YAML does not load: it changes nothing."
+            yield _at(document, level, path, sentence, f"add {plugin['name']} to plugins")
+            continue
+        if one["section"] is not None:
+            fix = f"put it into {one['section']}" if one["section"] else "put it at the top level"
+        fix = f"write {near}" if near else fix if one["section"] is not None else "leave it out, or look its name up"
+        doubt = f" (unless {' or '.join(foreign)} brings it)" if foreign else ""
+        here = " here" if len(path) > 1 else ""
+        yield _at(
+            document, level, path, f"Axolotl knows no such key{here} and reads past it without a word{doubt}.", fix
+        )
+
+
+def _rest(document: Document, said: dict[str, Any]) -> Iterator[Finding]:
+    for one in said["names"]:
+        key, value = one["key"], document.values[one["key"]]
+        what = key.replace("lr_", "").replace("_", " ")
+        sentence = f"Neither Axolotl nor transformers has the {what} {value!r}; only the trainer will say so."
+        yield _at(document, "warning", (key,), sentence, f"write {one['near']}" if one["near"] else "look its name up")
+    for line in said["warnings"]:
+        if "load required plugin" not in line:
+            yield Finding("note", "", None, f"Axolotl: “{' '.join(line.split())}”")
+
+
+def _at(document: Document, level: str, path: tuple[Any, ...], sentence: str, fix: str = "") -> Finding:
+    return Finding(level, dotted(path), document.line(*path) if path else None, sentence, fix)
