@@ -85,9 +85,7 @@ def values(plan: Plan, base_model: str | None = None) -> dict[str, Any]:
         found["selective_checkpointing"] = {"save": KEPT}
     if plan.method != "full":
         found |= {"adapter": plan.method, "load_in_4bit": plan.method == "qlora", "lora_r": plan.lora_rank, **LORA}
-        if (
-            plan.machines.cpu or plan.checkpointing == "selective"
-        ):  # Triton, and kernels that compute what was kept anew
+        if plan.machines.cpu or plan.checkpointing == "selective":  # Axolotl refuses the pair
             found |= {key: False for key in KERNELS}
     if plan.tp > 1:
         found["tensor_parallel_size"] = plan.tp
