@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from course_tools.doctor import Finding, asking, examine, gpus, hub, machine, packages, ranks
+from course_tools.doctor import Finding, examine, gpus, machine, packages, probe
 from course_tools.doctor.command import main, summary, text_of
 from course_tools.doctor.findings import NOTE, OK, PROBLEM
 
@@ -23,15 +23,15 @@ CUDA = {"version": "2.13.0", "cuda": "13.0", "available": True, "nccl": True, "g
 CARD = {"name": "A100", "memory": 80 * 2**30, "capability": [8, 0]}
 
 
-def asked(**told: object) -> asking.Answer:
-    return asking.Answer(dict(told))
+def asked(**told: object) -> probe.Answer:
+    return probe.Answer(dict(told))
 
 
 @pytest.fixture(scope="module")
 def whole() -> dict[str, Finding]:
     """This machine, once; it may be busy with other tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(asking, "SECONDS", 100.0)
+        patch.setattr(probe, "SECONDS", 100.0)
         return {finding.about: finding for finding in examine()}
 
 
@@ -54,7 +54,13 @@ def test_this_machine_can_run_the_course(whole) -> None:
 
 def test_each_module_is_python_3_8() -> None:
     """So that an old Python gets the sentence that it is old, and not a SyntaxError."""
-    others = ("course_tools/__init__", "course_tools/__main__", "course_tools/command_line", "course_lib/validation")
+    others = (
+        "course_tools/__init__",
+        "course_tools/__main__",
+        "course_tools/command_line",
+        "course_lib/validation",
+        "course_lib/units",
+    )
     for path in [*ROOM.glob("*.py"), *(ROOT / f"{name}.py" for name in others)]:
         tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
@@ -97,9 +103,9 @@ def test_a_home_that_cannot_be_written(tmp_path) -> None:
 
 
 def test_half_an_installation_of_cuda() -> None:
-    broken = packages.torch_works(asking.Answer(failed="ImportError: libcudnn.so.9: cannot open shared object file"))
+    broken = packages.torch_works(probe.Answer(failed="ImportError: libcudnn.so.9: cannot open shared object file"))
     assert broken.level == PROBLEM and "half installed" in broken.mend
-    missing = packages.torch_works(asking.Answer(failed="ModuleNotFoundError: No module named 'torch'"))
+    missing = packages.torch_works(probe.Answer(failed="ModuleNotFoundError: No module named 'torch'"))
     assert "make setup" in missing.mend
     listed = "GPU 0: NVIDIA A100 (UUID: GPU-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)\n"
     cpu_build = gpus.cards(asked(**CUDA | {"cuda": None, "available": False, "cards": []}), listed)
@@ -123,9 +129,9 @@ def test_old_cards_and_slow_links() -> None:
 
 
 def test_ranks_that_do_not_add_up() -> None:
-    assert ranks.judged(asked(sums=[3.0, 3.0], backend="gloo")).level == OK
-    assert ranks.judged(asked(sums=[3.0, 1.0], backend="gloo")).says == "1 + 2 gave [3.0, 1.0]"
-    assert "loopback" in ranks.judged(asking.Answer(failed="it did not answer within 40 seconds")).mend
+    assert packages.sums_are_right(asked(sums=[3.0, 3.0], backend="gloo")).level == OK
+    assert packages.sums_are_right(asked(sums=[3.0, 1.0], backend="gloo")).says == "1 + 2 gave [3.0, 1.0]"
+    assert "loopback" in packages.sums_are_right(probe.Answer(failed="it did not answer within 40 seconds")).mend
 
 
 def test_locks_of_dead_builds(tmp_path) -> None:
@@ -140,9 +146,9 @@ def test_locks_of_dead_builds(tmp_path) -> None:
 def test_the_hub_is_a_note_at_most(monkeypatch) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    assert hub.hub(0.5).level == NOTE
+    assert machine.hub(0.5).level == NOTE
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "unset HF_HUB_OFFLINE" in hub.hub().mend
+    assert "unset HF_HUB_OFFLINE" in machine.hub().mend
 
 
 @pytest.mark.parametrize(
@@ -155,8 +161,8 @@ def test_the_hub_is_a_note_at_most(monkeypatch) -> None:
     ],
 )
 def test_what_a_process_of_its_own_can_do(code: str, why: str) -> None:
-    assert asking.ask(code) == asking.Answer(failed=why)
-    assert asking.ask("print('noise'); print('{\"a\": 1}')") == asking.Answer({"a": 1})
+    assert probe.probe(code) == probe.Answer(failed=why)
+    assert probe.probe("print('noise'); print('{\"a\": 1}')") == probe.Answer({"a": 1})
 
 
 def test_a_process_that_hangs_is_ended_with_all_that_it_started(tmp_path) -> None:
@@ -164,7 +170,7 @@ def test_a_process_that_hangs_is_ended_with_all_that_it_started(tmp_path) -> Non
         f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); time.sleep(60)"
     )
-    late = asking.ask(code, seconds=3.0)
+    late = probe.probe(code, seconds=3.0)
     assert late.failed == "it did not answer within 3 seconds"
     told = late.finding("PyTorch", "No lesson runs.", "Install it again.")
     assert told.level == PROBLEM and "not known" in told.means and "when it is quieter" in told.mend

@@ -20,7 +20,7 @@ from course_tools.doctor import examine
 from course_tools.doctor.command import report
 from course_tools.doctor.findings import Finding
 from course_tools.doctor.gpus import driver
-from course_tools.doctor.granted import cores_here, memory_here, tasks_here
+from course_tools.doctor.limits import cores_here, memory_here, tasks_here
 
 
 def for_a_class(learners: int) -> Iterator[Finding]:

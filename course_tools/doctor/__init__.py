@@ -1,7 +1,7 @@
-"""What this machine can do for the course, found out before a lesson does: ``beyond doctor``.
+"""Find out what this machine can run of the course before a lesson does: ``beyond doctor``.
 
-Everything here runs on a bare Python from 3.8 on: it has to say that a Python is too old, or that PyTorch is missing or
-broken, so it imports nothing of the kind. What may hang or crash is asked of a process of its own (`asking`).
+Everything here runs on a bare Python from 3.8 on, because it has to say that Python is too old, or that PyTorch is
+missing or broken. What may hang or crash runs in a process of its own (`probe`).
 """
 
 from course_tools.doctor.examining import examine

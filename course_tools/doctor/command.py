@@ -1,4 +1,4 @@
-"""``beyond doctor``: a line for each thing that was looked at; the exit code is 1 if something will not run."""
+"""``beyond doctor``: one line per finding; the exit code is 1 if something will not run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def report(findings: Iterable[Finding], *, as_json: bool, good: str) -> int:
 
 
 def text_of(finding: Finding) -> str:
-    """A finding for a terminal; what it means and how to mend it below it."""
+    """Write a finding for a terminal, with what it means and how to fix it below it."""
     lines = [f"{MARKS[finding.level]}  {finding.about:<15} {finding.says}"]
     for words in (finding.means, finding.mend):
         lines += textwrap.wrap(words, WIDTH - 25, break_long_words=False, break_on_hyphens=False)
@@ -53,7 +53,7 @@ def text_of(finding: Finding) -> str:
 
 
 def summary(found: Sequence[Finding], seconds: float, good: str) -> str:
-    """The last line."""
+    """Write the last line."""
     count = {level: sum(finding.level == level for finding in found) for level in MARKS}
     if count[PROBLEM]:
         end = f"{count[PROBLEM]} problem{'s' * (count[PROBLEM] > 1)}, with what mends {'them' if count[PROBLEM] > 1 else 'it'} above"

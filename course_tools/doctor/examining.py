@@ -1,4 +1,4 @@
-"""All examinations of this machine, several at a time, in under 15 seconds."""
+"""Examine this machine, several things at a time, in under 15 seconds."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from course_tools.doctor import gpus, hub, machine, packages, ranks
-from course_tools.doctor.asking import ask
+from course_lib.units import GIB
+from course_tools.doctor import gpus, machine, packages
 from course_tools.doctor.findings import PROBLEM, Finding
+from course_tools.doctor.probe import probe
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 AT_ONCE = 3  # more would only wait for each other on two cores
-GIB = 2**30
 
 
 def examine() -> Iterator[Finding]:
-    """What was found, in the order of need, each as soon as it is known.
+    """Yield the findings, most important first, each as soon as it is known.
 
-    Nothing is left behind: no process, no file. With a Python or a PyTorch that cannot run the course, what would only
-    repeat that is left out.
+    Nothing is left behind: no process, no file. If Python or PyTorch cannot run the course, findings that would only
+    repeat that are left out.
     """
     first = machine.python_version()
     yield first
     if first.level == PROBLEM:
-        yield from _around()
+        yield from _machine()
         return
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        torch = pool.submit(ask, packages.TORCH)
+        torch = pool.submit(probe, packages.TORCH)
         slow = [
-            pool.submit(one) for one in (ranks.all_reduce, packages.zero, packages.quantization, *_cheap(), hub.hub)
+            pool.submit(one)
+            for one in (packages.all_reduce, packages.zero, packages.quantization, *_installed(), machine.hub)
         ]
-        yield from _around()
+        yield from _machine()
         answer = torch.result()
         yield packages.torch_works(answer)
         if answer.failed:
@@ -48,8 +49,8 @@ def examine() -> Iterator[Finding]:
         yield packages.build_locks()
 
 
-def _cheap() -> list[Callable[[], Finding]]:
-    """Packages of which it is enough that they are there."""
+def _installed() -> list[Callable[[], Finding]]:
+    """Return checks of packages that only have to be installed."""
     wanted = (
         ("axolotl", "Lesson 7 and one table of lesson 8"),
         ("megatron-core", "One cell of lesson 8"),
@@ -60,36 +61,43 @@ def _cheap() -> list[Callable[[], Finding]]:
     ]
 
 
-def _around() -> Iterator[Finding]:
-    """The machine without its packages."""
+def _machine() -> Iterator[Finding]:
+    """Examine the machine without its packages."""
     yield machine.cores()
     yield machine.memory()
     yield machine.compiler()
     yield machine.disk(
-        ROOT, "course's disk", needs=GIB,
+        ROOT,
+        "course's disk",
+        needs=GIB,
         advice="Free some space: lessons write into runs/ beside the notebooks, which may be deleted.",
-    )  # fmt: skip
+    )
     yield machine.disk(
         tempfile.gettempdir(), "temporary disk", needs=GIB, advice="Free some space, or set TMPDIR to another disk."
     )
     yield machine.writable(
-        ROOT, "course's folder", means="Lessons write into runs/ beside them and stop with an error.",
+        ROOT,
+        "course's folder",
+        means="Lessons write into runs/ beside them and stop with an error.",
         mend="Copy the course to a folder of yours.",
-    )  # fmt: skip
+    )
     yield machine.writable(
-        os.environ.get("BEYOND_ONE_GPU_HOME") or _user_folder("data"), "progress",
+        os.environ.get("BEYOND_ONE_GPU_HOME") or _user_folder("data"),
+        "progress",
         means="All lessons run, and what you pass is forgotten when the notebook closes.",
         mend="Set BEYOND_ONE_GPU_HOME to a folder that you can write.",
-    )  # fmt: skip
+    )
     yield machine.writable(
-        os.environ.get("BEYOND_ONE_GPU_CACHE") or _user_folder("cache"), "cache",
-        means="SmolLM2, which lessons 2, 6 and 8 use, cannot be kept.", mend="Set BEYOND_ONE_GPU_CACHE to a folder that you can write.",
-    )  # fmt: skip
+        os.environ.get("BEYOND_ONE_GPU_CACHE") or _user_folder("cache"),
+        "cache",
+        means="SmolLM2, which lessons 2, 6 and 8 use, cannot be kept.",
+        mend="Set BEYOND_ONE_GPU_CACHE to a folder that you can write.",
+    )
     yield machine.shared_memory()
 
 
 def _user_folder(kind: str) -> str:
-    """Where platformdirs would put the learner's data or cache; the home folder where that package is not there yet."""
+    """Return where platformdirs puts the learner's data or cache; the home folder if it is not installed."""
     try:
         import platformdirs
     except ImportError:

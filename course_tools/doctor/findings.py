@@ -1,4 +1,4 @@
-"""One thing that was looked at: how it is, what that means for which lesson, and how to mend it."""
+"""A finding of the doctor: what was looked at, how it is, what that means for which lesson, and how to fix it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Finding:
         level: "ok"; "note": the lessons run, something differs; "problem": something will not run.
         about: what was looked at, two words.
         says: what was found.
-        means: what that is for which lesson; empty where nothing follows from it.
-        mend: what to type or to do; empty where there is nothing to mend.
+        means: what that is for which lesson; empty if nothing follows from it.
+        mend: what to type or to do; empty if there is nothing to fix.
     """
 
     level: str
