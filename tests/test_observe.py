@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+import threading
 import time
 
 import cloudpickle
@@ -12,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from course_lib.launch import launch
-from course_lib.observe import WireMeter, observe
-from course_lib.observe.collectives import Recorder
+from course_lib.observe import WireMeter, observe, record_collectives
+from course_lib.observe.recorder import Recorder
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -82,6 +83,61 @@ def test_every_collective_is_seen_with_its_bytes():
         assert all(a.start < b.start for a, b in zip(own, own[1:], strict=False))
 
 
+def issue_from_threads() -> list[tuple[str, int, int | None]]:
+    """All-reduce in a thread, and on a backend of one's own, which PyTorch's dispatcher never sees."""
+
+    def in_a_thread() -> None:
+        dist.all_reduce(torch.ones(10))
+        if rank == 0:
+            dist.send(torch.ones(3), 1)
+        else:
+            dist.recv(torch.ones(3), 0)
+        private.allreduce([torch.ones(20)]).wait()
+
+    rank = dist.get_rank()
+    store = dist.PrefixStore("private", dist.distributed_c10d._get_default_store())
+    private = dist.ProcessGroupGloo(store, rank, dist.get_world_size())
+    with record_collectives() as issued:
+        thread = threading.Thread(target=in_a_thread)
+        thread.start()
+        thread.join()
+        private._reduce_scatter_base(torch.empty(4), torch.ones(8)).wait()
+        dist.group.WORLD._get_backend(torch.device("cpu")).allreduce(tensors=[torch.ones(30)]).wait()
+    dist.barrier()
+    return [(c.kind, c.bytes, c.peer) for c in issued]
+
+
+def test_collectives_of_every_thread_and_of_private_backends_are_seen_with_their_bytes():
+    run = launch(issue_from_threads, ranks=2)
+    for rank in (0, 1):
+        expected = [
+            ("all_reduce", 40, None),
+            ("send", 12, 1) if rank == 0 else ("recv", 12, 0),
+            ("all_reduce", 80, None),
+            ("reduce_scatter", 32, None),
+            ("all_reduce", 120, None),
+        ]
+        assert run.results[rank] == expected
+        own = [c for c in run.collectives if c.rank == rank]
+        assert [(c.kind, c.bytes, c.peer) for c in own] == [*expected, ("barrier", 0, None)]
+        assert all(c.seconds > 0 and c.group == (0, 1) for c in own if c.peer is None)
+
+
+def test_collectives_are_recorded_where_no_launch_does_it():
+    """Under torchrun a program records its own; outside the block nothing is recorded and nothing stays replaced."""
+    method = torch._C._distributed_c10d.Backend.allreduce
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for _ in range(2):
+            with record_collectives() as issued:
+                dist.all_reduce(torch.ones(5))
+            dist.all_reduce(torch.ones(6))
+            assert [(c.kind, c.bytes) for c in issued] == [("all_reduce", 20)]
+    finally:
+        dist.destroy_process_group()
+    assert torch._C._distributed_c10d.Backend.allreduce is method
+
+
 def test_seconds_include_the_wait_for_a_late_rank():
     def late():
         dist.barrier()
@@ -137,12 +193,17 @@ def test_bytes_on_the_wire(ranks):
 
 # ------------------------------------------------------------------------------------------------- steps, and the cost
 def test_step_times_and_tokens():
-    seen = observe()
+    observation = observe()
     for pause in (0.2, 0.05, 0.05, 0.05):
-        with seen.step(tokens=100):
+        with observation.step(tokens=100):
             time.sleep(pause)
-    assert seen.num_steps == 4 and 0.05 <= seen.median_step < 0.08 and seen.memory == {}
-    assert seen.tokens_per_second == pytest.approx(100 / seen.median_step)
+    assert observation.num_steps == 4 and 0.05 <= observation.median_step < 0.08 and observation.memory == {}
+    assert observation.tokens_per_second == pytest.approx(100 / observation.median_step)
+    outcome = observation.outcome([3.5], "Plain", saved=True)
+    assert (outcome.losses, outcome.wrapper, outcome.rank, outcome.world_size) == ([3.5], "Plain", 0, 1)
+    assert outcome.median_step == observation.median_step and outcome.extra == {"saved": True}
+    assert outcome.wire_bytes is None  # without a process group the sockets are somebody else's
+    assert observe().outcome([], "Plain").median_step == 0.0  # nothing was timed
     with pytest.raises(ValueError, match="measured_step=-1: give the index"):
         observe(measured_step=-1)
 

@@ -107,7 +107,9 @@ def _run(rank: int, job: Job, folder: str) -> Failure | None:
     import cloudpickle
     import torch
 
-    from course_lib.observe import collectives, memory, wire
+    from course_lib.observe import memory, wire
+    from course_lib.observe.collectives import Pulse
+    from course_lib.observe.recorder import Recorder
 
     torch.set_num_threads(job.threads)
     # as torchrun does: a library that finds it unset, Accelerate for one, chooses a number of its own, and says so
@@ -116,7 +118,7 @@ def _run(rank: int, job: Job, folder: str) -> Failure | None:
         function, args, kwargs = cloudpickle.loads(job.function)
     except Exception as error:  # whatever a learner's module does on import
         return _failure(rank, "arrival", error)
-    recorder = collectives.Recorder(pulse=collectives.Pulse(f"{folder}/pulse{rank}")).install()
+    recorder = Recorder(pulse=Pulse(f"{folder}/pulse{rank}")).install()
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"] = LOOPBACK
     try:
         with process_group(job.backend, init_method=f"file://{folder}/store", timeout=job.timeout + 60):

@@ -1,7 +1,8 @@
-"""What a rank did: bytes by category, the peak, collectives issued, step times, bytes on the wire, a trace."""
+"""Observe what a rank does: memory by category, collectives, step times, bytes on the wire, a trace."""
 
 from course_lib.observe.collectives import Collective
 from course_lib.observe.memory import MemoryProbe, tensor_bytes
+from course_lib.observe.recorder import record_collectives
 from course_lib.observe.steps import Observation, Outcome, observe
 from course_lib.observe.trace import Span, overlap_seconds, trace_step
 from course_lib.observe.wire import WireMeter, sent_bytes
@@ -15,6 +16,7 @@ __all__ = [
     "WireMeter",
     "observe",
     "overlap_seconds",
+    "record_collectives",
     "sent_bytes",
     "tensor_bytes",
     "trace_step",
