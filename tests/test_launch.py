@@ -252,6 +252,32 @@ SCRIPT = """
 
     print(launch(train, ranks=2, factor=int(sys.argv[1])).results)
 """
+IN_ANOTHER_CHECKOUT = """
+    import sys
+    sys.path.insert(0, "{checkout}")
+    import course_lib
+    from course_lib.launch import RankFailed, launch
+    from course_lib.launch.commands import shell
+
+    def places():
+        import course_checks, course_lib
+        return course_lib.__file__, course_checks.__file__
+
+    def fail():
+        from course_lib import wrong
+        wrong.divide()
+
+    expected = (course_lib.__file__, "{checkout}/course_checks/__init__.py")
+    assert course_lib.__file__.startswith("{checkout}"), course_lib.__file__
+    assert launch(places, ranks=2).results == [expected] * 2
+    assert shell("python {elsewhere}/shown.py", timeout=60).strip() == str(expected)
+    try:
+        launch(fail, ranks=1)
+    except RankFailed as failure:
+        assert failure.where.startswith("plain.py"), failure.where  # the learner's line, not the course's
+    else:
+        raise AssertionError("it should fail")
+"""
 UNDER_TORCHRUN = """
     import torch, torch.distributed as dist
     from course_lib.launch import process_group
@@ -284,6 +310,32 @@ def test_plain_scripts_four_at_once_and_torchrun(tmp_path):
         assert text.count("top level of the script") == 1
         assert text.splitlines()[-1] == str([3.0 * factor] * 2)
     assert told[4].count("cpu ranks 2") == 2
+
+
+def test_ranks_of_a_second_checkout_run_that_checkouts_code(tmp_path):
+    """The first checkout is importable, as an editable install is, and the folder that the notebook is in."""
+    installed = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    checkout, elsewhere = tmp_path / "checkout", tmp_path / "elsewhere"
+    shutil.copytree(f"{installed}/course_lib", checkout / "course_lib", ignore=shutil.ignore_patterns("__pycache__"))
+    (checkout / "course_lib" / "wrong.py").write_text("def divide():\n    return 1 / 0\n")
+    (checkout / "course_checks").mkdir()
+    (checkout / "course_checks" / "__init__.py").touch()
+    elsewhere.mkdir()
+    shown = "import course_checks, course_lib\nprint((course_lib.__file__, course_checks.__file__))\n"
+    (elsewhere / "shown.py").write_text(shown)
+    (elsewhere / "plain.py").write_text(
+        textwrap.dedent(IN_ANOTHER_CHECKOUT).format(checkout=checkout, elsewhere=elsewhere)
+    )
+    (checkout / "transformers.py").write_text("raise RuntimeError('not needed here')\n")
+    done = subprocess.run(
+        [sys.executable, elsewhere / "plain.py"],
+        cwd=installed,
+        env=os.environ | {"PYTHONPATH": installed},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_rank_that_is_alone(monkeypatch):

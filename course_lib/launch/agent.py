@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import multiprocessing.forkserver
@@ -10,9 +11,11 @@ import multiprocessing.spawn
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from course_lib.launch import rank as rank_program
+from course_lib.launch.checkout import python_path
 
 ALSO = "COURSE_LIB_PRELOAD"  # how `warm` tells the server, which is started by Python's own means
 
@@ -41,14 +44,36 @@ def warm(*also: str) -> None:
         if not is_warm():
             _imported.update(also)
             multiprocessing.set_forkserver_preload(["course_lib.launch.server_imports"])
-            os.environ[ALSO] = ",".join(sorted(_imported))
         multiprocessing.resource_tracker.ensure_running()  # it unblocks SIGINT, so it comes first
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:  # the server starts with Ctrl-C blocked, until it ignores it
-            multiprocessing.forkserver.ensure_running()
+            with _environment(_for_server()):
+                multiprocessing.forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            os.environ.pop(ALSO, None)
+
+
+def _for_server() -> dict[str, str]:
+    """Environment of the server, which Python 3.11 starts with the sys.path of a fresh interpreter."""
+    return {
+        ALSO: ",".join(sorted(_imported)),
+        "PYTHONPATH": python_path(),
+        "PYTHONSAFEPATH": "1",  # or the folder that the notebook is in would come first
+    }
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class Agent(threading.Thread):

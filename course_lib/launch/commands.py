@@ -19,6 +19,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+from course_lib.launch.checkout import python_path
+
 GRACE = 5.0  # seconds in which a supervisor ends what is below it, before it is ended itself
 
 
@@ -53,14 +55,14 @@ class Background:
         # a file, not a pipe: a pipe holds 64 KiB, and a command that nobody reads from yet would stop there
         self._output = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "course_lib.launch.commands", str(os.getpid()), *words],
+            [sys.executable, "-P", "-m", "course_lib.launch.commands", str(os.getpid()), *words],
             stdout=self._output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C reaches the notebook alone, which then ends the command
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+                "PYTHONPATH": python_path(),
                 "PYTHONUNBUFFERED": "1",  # a command that gets ended has still said what it said
                 **environment,
             },

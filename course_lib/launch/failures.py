@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 
+from course_lib.launch.checkout import CHECKOUT
 from course_lib.launch.output import ranks_in_words
 from course_lib.launch.rank import Failure
 from course_lib.observe.collectives import Pulse
@@ -19,7 +20,7 @@ from course_lib.observe.collectives import Pulse
 _LIBRARIES = tuple(
     os.path.realpath(sysconfig.get_path(key)) + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__)))) + os.sep
+_ROOT = os.path.realpath(CHECKOUT) + os.sep
 _COURSE = tuple(_ROOT + package + os.sep for package in ("course_lib", "course_tools", "course_checks", "classroom"))
 _MACHINERY = tuple(_ROOT + room for room in ("course_lib/launch", "course_lib/observe", "course_checks"))
 _STACK_LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')

@@ -7,7 +7,6 @@ import difflib
 import inspect
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 
 from course_lib.launch import agent, failures, supervision
 from course_lib.launch import rank as rank_program
+from course_lib.launch.checkout import rank_path
 from course_lib.launch.group import choose_backend
 from course_lib.launch.leases import for_run
 from course_lib.launch.output import Stream, to_cell
@@ -107,7 +107,7 @@ def launch(
         timeout=timeout,
         notebook=os.getpid(),
         environment=dict(os.environ),
-        path=list(sys.path),
+        path=rank_path(),
         start_method=multiprocessing.get_start_method(allow_none=True),
         threads=threads,
     )
