@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from course_lib.training.tensor.collective_count import CountCollectives
+from course_lib.observe import record_collectives
 from course_lib.training.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -131,9 +131,9 @@ def compare(
         ("theirs", theirs, their_loss),
         ("whole", whole, lambda logits: F.cross_entropy(logits.flatten(0, 1), labels.flatten())),
     ):
-        with CountCollectives() as counter:
+        with record_collectives() as issued:
             found[name] = _one_pass(layers, loss, ids)
-        sent[name] = counter.seen
+        sent[name] = [(c.kind, c.bytes) for c in issued]
     differences = {key: _apart(found["theirs"][key], ours_) for key, ours_ in found["ours"].items()}
     for key, uncut in found["whole"].items():
         differences[f"whole: {key}"] = _apart(_own(uncut, found["ours"][key], group), found["ours"][key])

@@ -16,13 +16,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe import observe, sent_bytes
+from course_lib.observe import observe, record_collectives, sent_bytes
 from course_lib.training.command_line import run
 from course_lib.training.data_parallel.gradients import local
 from course_lib.training.finetune.building import build_optimizer, choose
 from course_lib.training.micro_batches import micro_batch_size
 from course_lib.training.outcome import Outcome
-from course_lib.training.tensor.collective_count import CountCollectives
 from course_lib.training.tensor.divisibility import check_split
 from course_lib.training.tensor.dtensor import shard_tensors
 from course_lib.training.tensor.model import TensorParallelLlama
@@ -69,11 +68,11 @@ def train(
     del whole
     optimizer = build_optimizer(model.parameters(), "adamw", lr)
     seen = observe(model, optimizer)
-    losses, sent, counter = [], [], CountCollectives()
+    losses, sent, issued = [], [], []
     for step in range(steps):
         batch = sample_batch(step, global_batch=global_batch, seq_len=seq_len, seed=seed).to(device)
         sent.append(sent_bytes())
-        with seen.step(tokens=batch.numel()), counter if step == 0 else nullcontext():
+        with seen.step(tokens=batch.numel()), record_collectives() if step == 0 else nullcontext(issued) as issued:
             with loss_parallel() if implementation == "dtensor" else nullcontext():
                 loss = loss_of(batch)
                 loss.backward()
@@ -91,7 +90,7 @@ def train(
         extra={
             "local_elements": sum(local(p).numel() for p in model.parameters()),
             "total_elements": total_elements,
-            "collectives_per_step": summary(counter.seen),
+            "collectives_per_step": summary([(c.kind, c.bytes) for c in issued]),
         },
     )  # fmt: skip
 
