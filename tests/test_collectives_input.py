@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_leftovers")
 
 def complaints() -> dict[str, str | None]:
     """By mistake, the sentence that this rank was told."""
-    from course_lib.collectives.by_hand import all_to_all, doubling, halving, naive, ring, tree
+    from course_lib.collectives.by_hand import naive, recursive_doubling, ring, tree
 
     rank, n = dist.get_rank(), dist.get_world_size()
     odd, even = dist.new_group([1, 3]), dist.new_group([0, 2])
@@ -27,8 +27,8 @@ def complaints() -> dict[str, str | None]:
     mistakes = {
         "other's group": lambda: ring.all_reduce(t(4), group=odd) if rank == 0 else None,
         "shape": lambda: ring.all_reduce(t(4 + (rank == 1))),
-        "shape, same size": lambda: halving.all_reduce(t(2, 3) if rank else t(3, 2)),
-        "dtype": lambda: doubling.all_reduce(t(4, dtype=torch.float64 if rank == 3 else torch.float32)),
+        "shape, same size": lambda: naive.all_reduce(t(2, 3) if rank else t(3, 2)),
+        "dtype": lambda: recursive_doubling.all_reduce(t(4, dtype=torch.float64 if rank == 3 else torch.float32)),
         "roots differ": lambda: tree.broadcast(t(4), root=int(rank == 2)),
         "root outside": lambda: naive.reduce(t(4), root=n),
         "root outside the subgroup": lambda: tree.reduce(t(4), root=1 - rank % 2, group=own),
@@ -38,11 +38,10 @@ def complaints() -> dict[str, str | None]:
         "no tensor": lambda: naive.all_reduce(1.0),
         "short list": lambda: ring.all_gather([t(2)] * (n - 1), t(2)),
         "no list": lambda: naive.scatter(t(2)) if rank == 0 else None,
-        "two dtypes": lambda: all_to_all.all_to_all([t(2)] * n, [t(2).long()] * n),
+        "two dtypes": lambda: ring.all_gather([t(2)] * n, t(2).long()),
         "all_gather sizes": lambda: ring.all_gather([t(2)] * n, t(2 + (rank == 1))),
         "reduce_scatter sizes": lambda: ring.reduce_scatter(t(2), [t(3 if i == rank == 2 else 2) for i in range(n)]),
-        "all_to_all sizes": lambda: all_to_all.all_to_all([t(1) for _ in range(n)], [t(1 + i // 3) for i in range(n)]),
-        "naive uneven": lambda: naive.all_to_all([t(1)] * n, [t(1 + i // 3) for i in range(n)]),
+        "scatter sizes": lambda: naive.scatter(t(1), [t(1 + i // 3) for i in range(n)] if rank == 0 else None),
         "gather sizes": lambda: naive.gather(t(3), [t(2)] * n if rank == 0 else None),
     }
     told: dict[str, str | None] = {}
@@ -68,19 +67,18 @@ SENTENCES = {
     "other's group": "rank 0 is not in the group that it was given: call a group's collectives only on the ranks that",
     "shape": "ring.all_reduce: the ranks differ in their shape ((4,) on 0, 2, 3; (5,) on 1): give the same shape on every",
     "shape, same size": "differ in their shape ((3, 2) on 0; (2, 3) on 1, 2, 3)",
-    "dtype": "doubling.all_reduce: the ranks differ in their dtype (float32 on 0, 1, 2; float64 on 3)",
+    "dtype": "recursive_doubling.all_reduce: the ranks differ in their dtype (torch.float32 on 0, 1, 2; torch.float64 on 3)",
     "roots differ": "tree.broadcast: the ranks differ in their root (0 on 0, 1, 3; 1 on 2)",
     "root outside": "root=4 is not in the group of ranks [0, 1, 2, 3]: name one of these, by its global rank",
     "calls differ": "the ranks differ in their call (tree.all_reduce on 0; ring.all_reduce on 1, 2, 3)",
     "not contiguous": "ring.all_reduce: a tensor of shape (4, 2) and strides (1, 4) is not contiguous: pass tensor.contig",
     "no tensor": "naive.all_reduce: got a float where a tensor is needed",
-    "short list": "ring.all_gather: got a list of 3 where a list of 4 tensors, one a rank, is needed",
+    "short list": "ring.all_gather: got a list of 3 where a list of 4 tensors, one per rank, is needed",
     "two dtypes": "one call, one dtype, not torch.int64 and torch.float32",
-    "all_gather sizes": "ring.all_gather: rank 1 hands rank 0 3 elements, and that one expects 2: make the pieces of both",
-    "reduce_scatter sizes": "ring.reduce_scatter: rank 2 hands rank 2 3 elements, and that one expects 2",
-    "all_to_all sizes": "all_to_all.all_to_all: rank 0 hands rank 3 2 elements, and that one expects 1",
-    "naive uneven": "naive.all_to_all: the pieces differ in size: use all_to_all.all_to_all for such",
-    "gather sizes": "naive.gather: rank 0 hands rank 0 3 elements, and that one expects 2",
+    "all_gather sizes": "ring.all_gather: rank 1 gives rank 0 3 elements, which expects 2: make the pieces of both",
+    "reduce_scatter sizes": "ring.reduce_scatter: rank 2 gives rank 2 3 elements, which expects 2",
+    "scatter sizes": "naive.scatter: rank 0 gives rank 3 2 elements, which expects 1",
+    "gather sizes": "naive.gather: rank 0 gives rank 0 3 elements, which expects 2",
 }
 
 
@@ -97,14 +95,12 @@ def test_bad_input_is_told_on_every_rank_in_one_sentence_before_it_hangs():
                 assert told[name].endswith(".") and told[name].count("\n") == 0
 
 
-def unchecked() -> tuple[int, int]:
-    from course_lib.collectives.by_hand import Traffic, ring
+def unchecked() -> None:
+    from course_lib.collectives.by_hand import ring
 
-    with Traffic() as sent:
-        ring.all_reduce(torch.ones(12), check=False)
-    return sent.messages, sent.header_messages
+    ring.all_reduce(torch.ones(12), check=False)
 
 
-def test_the_header_can_be_left_out():
+def test_the_comparison_can_be_left_out():
     run = launch(unchecked, ranks=4, threads=1, quiet=True)
-    assert run.results == [(6, 0)] * 4 and len([c for c in run.collectives if c.kind == "send"]) == 24
+    assert {c.kind for c in run.collectives} == {"send", "recv"}

@@ -60,9 +60,7 @@ def served(make: Any, steps: int, staleness: int, server: int = 0, members: list
         return loss_of(net, worker, step)
 
     with Traffic() as sent:
-        report = parameter_server.train(
-            net, timed, make, steps=steps, staleness=staleness, server=server, group=group
-        )  # fmt: skip
+        report = parameter_server.train(net, timed, make, steps=steps, staleness=staleness, server=server, group=group)
     return vars(report), vector(net), vars(sent)
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from course_lib.collectives.by_hand.agreement import same_everywhere
 from course_lib.collectives.by_hand.peers import Peers
+from course_lib.collectives.by_hand.validation import check_same
 
 
 @dataclass
@@ -65,7 +65,7 @@ def train(
             parameters of several dtypes, negative steps or staleness, staleness on NCCL.
     """
     peers = Peers(group)
-    at = peers.member(server)
+    server_member = peers.member(server)
     if peers.size < 2:
         raise ValueError("a parameter server needs a rank to serve and one to work: launch at least 2 ranks.")
     if steps < 0 or staleness < 0:
@@ -76,10 +76,10 @@ def train(
     if len({p.dtype for p in parameters}) != 1:
         raise ValueError("the parameter server sends all trainable parameters as one vector: give them one dtype.")
     vector = _joined(parameters)
-    same_everywhere(peers, f"serve {steps} steps, stale {staleness}", vector, server, check=True)
-    workers = [member for member in range(peers.size) if member != at]
-    if peers.rank != at:
-        return _work(model, parameters, loss_of, steps, peers, at, workers.index(peers.rank))
+    check_same(peers, f"serve {steps} steps, stale {staleness}", vector, server, check=True)
+    workers = [member for member in range(peers.size) if member != server_member]
+    if peers.rank != server_member:
+        return _work(model, parameters, loss_of, steps, peers, server_member, workers.index(peers.rank))
     for member in workers:
         peers.send(vector, member)
     serve = _serve_stale if staleness else _serve_in_step

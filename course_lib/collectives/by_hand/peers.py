@@ -56,7 +56,7 @@ class Peers:
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send to member ``to``; may block until it receives. An empty tensor is not sent."""
         if tensor.numel():
-            traffic.note(tensor, self.ranks[to])
+            traffic.count(tensor, self.ranks[to])
             dist.send(tensor, self.ranks[to], group=self.group)
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
@@ -68,26 +68,21 @@ class Peers:
         """Receive from whichever member's message comes first; returns its number. NCCL cannot do this."""
         return self.ranks.index(dist.recv(tensor, group=self.group))
 
-    def exchange(
-        self, outgoing: torch.Tensor, to: int, incoming: torch.Tensor, source: int, *, header: bool = False
-    ) -> None:
-        """Send to one member while receiving from another (or the same); returns when both are done."""
-        for work in self.start(outgoing, to, incoming, source, header=header):
-            work.wait()
+    def exchange(self, outgoing: torch.Tensor, to: int, incoming: torch.Tensor, source: int) -> None:
+        """Send to one member while receiving from another (or the same); returns when both are done.
 
-    def start(
-        self, outgoing: torch.Tensor, to: int, incoming: torch.Tensor, source: int, *, header: bool = False
-    ) -> list[dist.Work]:
-        """:meth:`exchange` without waiting. One batch: NCCL starts its operations together, so neither blocks another."""
+        One batch: NCCL starts its operations together, so neither blocks the other.
+        """
         operations = []
         if incoming.numel():
             operations.append(dist.P2POp(dist.irecv, incoming, self.ranks[source], self.group))
         if outgoing.numel():
-            traffic.note(outgoing, self.ranks[to], header=header)
+            traffic.count(outgoing, self.ranks[to])
             operations.append(dist.P2POp(dist.isend, outgoing, self.ranks[to], self.group))
-        return dist.batch_isend_irecv(operations) if operations else []
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
 
 
 def split(tensor: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """``parts`` views of the flattened tensor, in order; the first ``numel % parts`` hold one element more."""
+    """Return ``parts`` views of the flattened tensor, in order; the first ``numel % parts`` hold one element more."""
     return list(tensor.view(-1).tensor_split(parts))

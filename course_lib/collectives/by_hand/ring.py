@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from course_lib.collectives.by_hand.agreement import one_a_rank, pieces_fit, same_everywhere
 from course_lib.collectives.by_hand.peers import Peers, split
+from course_lib.collectives.by_hand.validation import check_list, check_pieces, check_same
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, 
         ValueError: ranks that do not agree, a tensor that is not contiguous, a group without this rank.
     """
     peers = Peers(group)
-    same_everywhere(peers, "ring.all_reduce", tensor, check=check)
+    check_same(peers, "ring.all_reduce", tensor, check=check)
     chunks = split(tensor, peers.size)
     _add_round(chunks, peers)
     _copy_round(chunks, peers)
@@ -38,16 +38,16 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, 
 def reduce_scatter(
     output: torch.Tensor, inputs: list[torch.Tensor], group: dist.ProcessGroup | None = None, *, check: bool = True
 ) -> None:
-    """``output`` [as inputs[r]] becomes the sum over the ranks of their ``inputs[r]``, r being this rank's number.
+    """Fill ``output`` [as inputs[r]] with the sum over the ranks of their ``inputs[r]``, r being this rank's number.
 
-    ``inputs``, one tensor a rank of the group, may differ in size; they keep their values, so a copy is made.
+    ``inputs``, one tensor per rank of the group, may differ in size; they keep their values, so a copy is made.
 
     Raises:
-        ValueError: as :func:`all_reduce`; or the list does not hold one tensor a rank.
+        ValueError: as :func:`all_reduce`; or the list does not hold one tensor per rank.
     """
     peers = Peers(group)
-    inputs = one_a_rank(peers, "ring.reduce_scatter", inputs)
-    pieces_fit(peers, "ring.reduce_scatter", inputs, [output] * peers.size, check=check)
+    inputs = check_list(peers, "ring.reduce_scatter", inputs)
+    check_pieces(peers, "ring.reduce_scatter", inputs, [output] * peers.size, check=check)
     chunks = [piece.flatten().clone() for piece in inputs]
     _add_round(chunks, peers)
     output.view(-1).copy_(chunks[peers.rank])
@@ -57,14 +57,14 @@ def reduce_scatter(
 def all_gather(
     outputs: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, check: bool = True
 ) -> None:
-    """``outputs[i]`` becomes rank i's ``tensor`` on every rank; shards may differ in size, as ``outputs`` says.
+    """Fill ``outputs[i]`` on every rank with rank i's ``tensor``; shards may differ in size.
 
     Raises:
-        ValueError: as :func:`all_reduce`; or the list does not hold one tensor a rank.
+        ValueError: as :func:`all_reduce`; or the list does not hold one tensor per rank.
     """
     peers = Peers(group)
-    outputs = one_a_rank(peers, "ring.all_gather", outputs)
-    pieces_fit(peers, "ring.all_gather", [tensor] * peers.size, outputs, check=check)
+    outputs = check_list(peers, "ring.all_gather", outputs)
+    check_pieces(peers, "ring.all_gather", [tensor] * peers.size, outputs, check=check)
     chunks = [piece.view(-1) for piece in outputs]
     chunks[peers.rank].copy_(tensor.view(-1))
     _copy_round(chunks, peers)

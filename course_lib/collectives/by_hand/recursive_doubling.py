@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from course_lib.collectives.by_hand.agreement import same_everywhere
 from course_lib.collectives.by_hand.peers import Peers
+from course_lib.collectives.by_hand.validation import check_same
 
 
 @torch.no_grad()
@@ -27,24 +27,19 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, 
         ValueError: ranks that do not agree, a tensor that is not contiguous, a group without this rank.
     """
     peers = Peers(group)
-    same_everywhere(peers, "doubling.all_reduce", tensor, check=check)
-    core = largest_power_of_two(peers.size)
+    check_same(peers, "recursive_doubling.all_reduce", tensor, check=check)
+    core = 1 << peers.size.bit_length() - 1  # the largest power of two that is at most n
     theirs = torch.empty_like(tensor)
-    if fold_in(tensor, theirs, peers, core):
+    if _fold_in(tensor, theirs, peers, core):
         step = 1
         while step < core:
             peers.exchange(tensor, peers.rank ^ step, theirs, peers.rank ^ step)
             tensor += theirs
             step *= 2
-    hand_back(tensor, peers, core)
+    _hand_back(tensor, peers, core)
 
 
-def largest_power_of_two(n: int) -> int:
-    """The largest power of two that is at most ``n``."""
-    return 1 << n.bit_length() - 1
-
-
-def fold_in(tensor: torch.Tensor, buffer: torch.Tensor, peers: Peers, core: int) -> bool:
+def _fold_in(tensor: torch.Tensor, buffer: torch.Tensor, peers: Peers, core: int) -> bool:
     """Members from ``core`` on give their tensor to a member below it. True for those that go on."""
     if peers.rank >= core:
         peers.send(tensor, peers.rank - core)
@@ -55,7 +50,7 @@ def fold_in(tensor: torch.Tensor, buffer: torch.Tensor, peers: Peers, core: int)
     return True
 
 
-def hand_back(tensor: torch.Tensor, peers: Peers, core: int) -> None:
+def _hand_back(tensor: torch.Tensor, peers: Peers, core: int) -> None:
     """The members that sat out get the finished tensor from whoever they gave theirs to."""
     if peers.rank >= core:
         peers.receive(tensor, peers.rank - core)
