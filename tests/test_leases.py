@@ -16,7 +16,7 @@ import pytest
 from leasing import PATIENCE, names, python, until
 
 from course_lib.launch.leases import NoTurn, Pool, lease, messages
-from course_lib.launch.leases.pool import Holder, Ticket
+from course_lib.launch.leases.state import Holder, Ticket
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -12,8 +12,8 @@ import pytest
 from leasing import PATIENCE, names, python
 
 from classroom.workshop import gpus
-from course_lib.launch.leases import Pool, count_gpus, files, machine, pool
-from course_lib.launch.leases.pool import Holder
+from course_lib.launch.leases import Pool, count_gpus, files, machine, state
+from course_lib.launch.leases.state import Holder
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -104,7 +104,7 @@ def test_the_folder_serves_other_users_of_the_box(tmp_path):
 
 
 def test_the_door_is_never_awaited_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(pool, "SHUT_SECONDS", 0.05)
+    monkeypatch.setattr(state, "SHUT_SECONDS", 0.05)
     leases = Pool(tmp_path / "leases", gpus=1)
     leases.make()
     door = files.lock(leases.folder, files.DOOR)

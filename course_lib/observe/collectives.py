@@ -1,4 +1,4 @@
-"""One collective as a rank saw it, and the pulse that tells from outside what a rank is doing."""
+"""What counts as a collective, one of them as a rank saw it, and the pulse that tells from outside what a rank is doing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,50 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass
+
+# operator of torch.ops.c10d -> (the field's name, which argument holds this rank's contribution)
+KINDS: dict[str, tuple[str, str]] = {
+    "allreduce_": ("all_reduce", "tensors"),
+    "allreduce_coalesced_": ("all_reduce", "tensors"),
+    "broadcast_": ("broadcast", "tensors"),
+    "reduce_": ("reduce", "tensors"),
+    "allgather_": ("all_gather", "input_tensors"),
+    "_allgather_base_": ("all_gather", "input_tensor"),
+    "allgather_coalesced_": ("all_gather", "input_list"),
+    "allgather_into_tensor_coalesced_": ("all_gather", "inputs"),
+    "reduce_scatter_": ("reduce_scatter", "input_tensors"),
+    "_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
+    "gather_": ("gather", "input_tensors"),
+    "scatter_": ("scatter", "input_tensors"),
+    "alltoall_": ("all_to_all", "input_tensors"),
+    "alltoall_base_": ("all_to_all", "input"),
+    "barrier": ("barrier", ""),
+    "send": ("send", "tensors"),
+    "recv_": ("recv", "tensors"),
+    "recv_any_source_": ("recv", "tensors"),
+}
+# method of a backend -> (the field's name, position of the argument that holds this rank's contribution)
+BACKEND_METHODS: dict[str, tuple[str, int | None]] = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "allgather": ("all_gather", 1),
+    "allgather_coalesced": ("all_gather", 1),
+    "_allgather_base": ("all_gather", 1),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 1),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "barrier": ("barrier", None),
+    "send": ("send", 0),
+    "recv": ("recv", 0),
+    "recv_anysource": ("recv", 0),
+}
+POINT_TO_POINT = frozenset({"send", "recv"})
 
 
 @dataclass(slots=True)

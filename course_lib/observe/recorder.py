@@ -21,53 +21,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from course_lib.observe.collectives import Collective, Pulse
+from course_lib.observe.collectives import BACKEND_METHODS, KINDS, POINT_TO_POINT, Collective, Pulse
 
-# operator of torch.ops.c10d -> (the field's name, which argument holds this rank's contribution)
-KINDS: dict[str, tuple[str, str]] = {
-    "allreduce_": ("all_reduce", "tensors"),
-    "allreduce_coalesced_": ("all_reduce", "tensors"),
-    "broadcast_": ("broadcast", "tensors"),
-    "reduce_": ("reduce", "tensors"),
-    "allgather_": ("all_gather", "input_tensors"),
-    "_allgather_base_": ("all_gather", "input_tensor"),
-    "allgather_coalesced_": ("all_gather", "input_list"),
-    "allgather_into_tensor_coalesced_": ("all_gather", "inputs"),
-    "reduce_scatter_": ("reduce_scatter", "input_tensors"),
-    "_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
-    "gather_": ("gather", "input_tensors"),
-    "scatter_": ("scatter", "input_tensors"),
-    "alltoall_": ("all_to_all", "input_tensors"),
-    "alltoall_base_": ("all_to_all", "input"),
-    "barrier": ("barrier", ""),
-    "send": ("send", "tensors"),
-    "recv_": ("recv", "tensors"),
-    "recv_any_source_": ("recv", "tensors"),
-}
-# method of a backend -> (the field's name, position of the argument that holds this rank's contribution)
-BACKEND_METHODS: dict[str, tuple[str, int | None]] = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0),
-    "allgather": ("all_gather", 1),
-    "allgather_coalesced": ("all_gather", 1),
-    "_allgather_base": ("all_gather", 1),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 1),
-    "alltoall": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "barrier": ("barrier", None),
-    "send": ("send", 0),
-    "recv": ("recv", 0),
-    "recv_anysource": ("recv", 0),
-}
 _CONTRIBUTIONS = ("tensors", "tensor", "input_tensors", "input_tensor", "inputTensor", "input", "input_list")
 CALLBACK_SECONDS, CALLBACKS_IN_FLIGHT = 0.25, 16  # how long to wait at the end of a run, and for how many of the last
-POINT_TO_POINT = frozenset({"send", "recv"})
 
 
 @dataclass

@@ -10,8 +10,8 @@ only. `beyond class gpus` shows and makes it; with BEYOND_ONE_GPU_LEASES naming 
 
 from course_lib.launch.leases.lease import NAME_VARIABLE, Lease, NoTurn
 from course_lib.launch.leases.machine import COUNT_VARIABLE, count_gpus
-from course_lib.launch.leases.pool import FOLDER_VARIABLE, Holder, Pool, Ticket
-from course_lib.launch.leases.run import for_run
+from course_lib.launch.leases.pool import FOLDER_VARIABLE, Pool, for_run
+from course_lib.launch.leases.state import Holder, Ticket
 
 __all__ = [
     "COUNT_VARIABLE",

@@ -7,12 +7,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from course_lib.launch.leases import files, messages
-
-if TYPE_CHECKING:
-    from course_lib.launch.leases.pool import Holder, Pool
+from course_lib.launch.leases.state import Holder, PoolState
 
 NAME_VARIABLE = "BEYOND_ONE_GPU_NAME"
 LOOK, RARELY = 0.05, 0.5  # seconds between two looks of the first in the queue, and of one far behind it
@@ -36,7 +33,7 @@ class Lease:
 
     def __init__(
         self,
-        pool: Pool | None,
+        pool: PoolState | None,
         n: int,
         *,
         name: str = "",
@@ -100,7 +97,7 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self.give_back()
 
-    def _check(self, pool: Pool) -> None:
+    def _check(self, pool: PoolState) -> None:
         if isinstance(self._n, bool) or not isinstance(self._n, int) or self._n < 1:
             raise ValueError(f"a lease of {self._n!r} GPUs: ask for 1 or more.")
         if self._n > pool.gpus:
@@ -116,8 +113,8 @@ class Lease:
                 "wait for each other for ever. Ask for all the GPUs at once, or end the first lease before."
             )
 
-    def _wait_for_turn(self, pool: Pool, began: float) -> None:
-        number, told, told_at = 0, None, began - TELL_SECONDS
+    def _wait_for_turn(self, pool: PoolState, began: float) -> None:
+        number, reported, reported_at = 0, None, began - TELL_SECONDS
         while True:
             with pool.door():
                 if self._seat is None:
@@ -130,14 +127,14 @@ class Lease:
             if self._wait is not None and now - began >= self._wait:
                 raise NoTurn(messages.no_turn(self._n, pool.gpus, self._wait, holders, before))
             state = (holders, [t.number for t in before])
-            if state != told and now - told_at >= TELL_SECONDS:
+            if state != reported and now - reported_at >= TELL_SECONDS:
                 self._tell(messages.waiting(self._n, pool.gpus, holders, before))
-                told, told_at = state, now
+                reported, reported_at = state, now
             time.sleep(min(LOOK * (1 + len(before)), RARELY))
-        if told is not None:
+        if reported is not None:
             self._tell(messages.your_turn(self.gpus, time.monotonic() - began))
 
-    def _sit_down(self, pool: Pool) -> int:
+    def _sit_down(self, pool: PoolState) -> int:
         """Take a ticket and the first seat that is free; with none free, stand until the next look."""
         number = time.monotonic_ns()  # read behind the door, so no two are equal
         for seat in range(files.SEATS):
@@ -159,7 +156,7 @@ class Lease:
             files.unlock(self._seat)
             self._seat = None
 
-    def _take_free(self, pool: Pool, holders: list[Holder]) -> bool:
+    def _take_free(self, pool: PoolState, holders: list[Holder]) -> bool:
         """All that it wants, or none."""
         free = sorted(set(range(pool.gpus)) - {h.gpu for h in holders})[: self._n]
         if len(free) < self._n:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from course_lib.launch.leases.pool import Holder, Ticket
+from course_lib.launch.leases.state import Holder, Ticket
 
 
 def duration(seconds: float) -> str:
