@@ -58,9 +58,9 @@ def expanded(text: str, values: dict[str, str]) -> str:
 def words_of(target: str, made: Job) -> list[str]:
     """The words of the launcher's line, to the end of the program's arguments."""
     text = script_of(target, made).replace("\\\n", " ")
-    (agent,) = [line for line in text.splitlines() if re.search(r"\b(torchrun|accelerate launch) ", line)]
+    (agent,) = [line for line in text.splitlines() if re.search(r"\btorchrun ", line)]
     found = [word for word in shlex.split(agent) if word not in ("exec", "&")]
-    return found[found.index("torchrun" if "torchrun" in found else "accelerate") :]
+    return found[found.index("torchrun") :]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -92,10 +92,6 @@ def test_an_axolotl_config_resumes_into_the_shared_folder(target: str, config: s
         "azureml": "${{outputs.run}}",
     }
     assert words[-1] == f"--output-dir={place.get(target, 'out/lora')}"
-    if target == "azureml":  # as in Azure's own examples; 16 is the sum over both machines
-        assert words[:2] == ["accelerate", "launch"]
-        assert {"--multi_gpu", "--num_machines=2", "--num_processes=16", "--machine_rank=$NODE_RANK"} < set(words)
-        assert {"--main_process_ip=$MASTER_ADDR", "--main_process_port=$MASTER_PORT", "--max_restarts=3"} < set(words)
 
 
 @pytest.mark.parametrize("target", TARGETS)

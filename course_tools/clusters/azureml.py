@@ -11,8 +11,8 @@ import shlex
 from typing import Any
 
 from course_tools.clusters.job import CPU, Job
-from course_tools.clusters.launchers import accelerate, torchrun, training_program
-from course_tools.clusters.shell import Shell, is_host, script, wrapped
+from course_tools.clusters.launchers import is_host, torchrun
+from course_tools.clusters.shell import Shell, script, wrapped
 from course_tools.clusters.yaml_writer import to_yaml
 
 FILE = "job.yml"
@@ -57,14 +57,9 @@ def command_job(job: Job, folder: str) -> dict[str, Any]:
     """Return the job as Azure ML's command-line tool reads it."""
     if job.image is None:
         raise ValueError("image is missing: name the container image that Azure ML is to run.")
-    program = training_program(job, job.config_in_code, OUTPUT)
     refuse_expressions(job)
-    host, port, machine = Shell('"$MASTER_ADDR"'), Shell('"$MASTER_PORT"'), Shell('"$NODE_RANK"')
-    if job.config is not None:
-        agent = accelerate(job, host=host, port=port, machine=machine, program=program)
-    else:
-        endpoint = Shell('"$MASTER_ADDR:$MASTER_PORT"')
-        agent = torchrun(job, endpoint=endpoint, ranked=True, program=program)
+    endpoint = Shell('"$MASTER_ADDR:$MASTER_PORT"')
+    agent = torchrun(job, endpoint=endpoint, ranked=True, config=job.config_in_code, output_dir=OUTPUT)
     needed = [f': "${{{name}:?was not given to az ml job create}}"' for name in job.secrets]
     datastore = job.options.get("datastore", "workspaceblobstore")
     resources = {"instance_count": job.num_nodes, "shm_size": job.options.get("shm_size", "64g")}

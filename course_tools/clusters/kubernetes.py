@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from course_tools.clusters.job import CPU, Job
-from course_tools.clusters.launchers import torchrun, training_program
-from course_tools.clusters.shell import Shell, is_host, quoted, script, wrapped
+from course_tools.clusters.launchers import machine_script
 from course_tools.clusters.yaml_writer import to_yaml
 
 API = "trainer.kubeflow.org/v1alpha1"
@@ -132,19 +131,12 @@ def train_job(job: Job) -> dict[str, Any]:
 
 def bash_script(job: Job) -> str:
     """Return what bash runs in each pod."""
-    output_dir = str(Path(job.options.get("mount", "/mnt/training"), job.output_dir))
-    agent = torchrun(
+    return machine_script(
         job,
-        endpoint=Shell('"$PET_MASTER_ADDR:$PET_MASTER_PORT"'),
-        ranked=True,
-        program=training_program(job, f"{CONFIG_FOLDER}/config.yml", output_dir),
-    )
-    return script(
-        "set -euo pipefail",
-        *job.setup,
-        quoted(["mkdir", "-p", output_dir]),
-        is_host("PET_NODE_RANK"),
-        f"exec {wrapped(agent)}",
+        endpoint='"$PET_MASTER_ADDR:$PET_MASTER_PORT"',
+        rank_variable="PET_NODE_RANK",
+        config=f"{CONFIG_FOLDER}/config.yml",
+        output_dir=str(Path(job.options.get("mount", "/mnt/training"), job.output_dir)),
     )
 
 

@@ -41,11 +41,6 @@ def substitute(word: str, placeholder: str, value: str) -> str:
     return Shell(value.join(shlex.quote(part) if part else "" for part in word.split(placeholder)))
 
 
-def is_host(variable: str) -> str:
-    """Return a line that sets is_host to 1 on the machine whose number in `variable` is 0, to 0 on the others."""
-    return f'[ "${variable}" = 0 ] && is_host=1 || is_host=0'
-
-
 def script(*lines: str) -> str:
     """Join lines into a script; empty ones are left out."""
     return "\n".join(line for line in lines if line) + "\n"

@@ -9,8 +9,7 @@ import shlex
 from typing import Any
 
 from course_tools.clusters.job import CPU, Job
-from course_tools.clusters.launchers import torchrun, training_program
-from course_tools.clusters.shell import Shell, is_host, quoted, script, wrapped
+from course_tools.clusters.launchers import machine_script
 from course_tools.clusters.validation import port
 from course_tools.clusters.yaml_writer import to_yaml
 
@@ -86,20 +85,13 @@ def task(job: Job) -> dict[str, Any]:
 
 def bash_script(job: Job) -> str:
     """Return what bash runs on each machine, in the folder `code`."""
-    output_dir = f"{MOUNT}/{job.output_dir.lstrip('/')}"
-    agent = torchrun(
+    return machine_script(
         job,
-        endpoint=Shell(f'"$first:{port(job.options)}"'),
-        ranked=True,
-        program=training_program(job, job.config_in_code, output_dir),
-    )
-    return script(
-        "set -euo pipefail",
-        'read -r first <<< "$SKYPILOT_NODE_IPS"',
-        *job.setup,
-        quoted(["mkdir", "-p", output_dir]),
-        is_host("SKYPILOT_NODE_RANK"),
-        f"exec {wrapped(agent)}",
+        first='read -r first <<< "$SKYPILOT_NODE_IPS"',
+        endpoint=f'"$first:{port(job.options)}"',
+        rank_variable="SKYPILOT_NODE_RANK",
+        config=job.config_in_code,
+        output_dir=f"{MOUNT}/{job.output_dir.lstrip('/')}",
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 
 from course_tools.clusters.job import CPU, Job
-from course_tools.clusters.launchers import torchrun, training_program
+from course_tools.clusters.launchers import torchrun
 from course_tools.clusters.shell import Shell, render
 
 FILE = "job.sbatch"
@@ -87,7 +87,8 @@ def files(job: Job, folder: str) -> dict[str, str]:
         job,
         endpoint=Shell('"$RDZV_ENDPOINT"'),
         run_id=Shell('"$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'),
-        program=training_program(job, job.config, job.output_dir),
+        config=job.config,
+        output_dir=job.output_dir,
     )
     gpus = "" if job.gpu == CPU else ":".join([*filter(None, [job.options.get("gres_type")]), str(job.gpus_per_node)])
     values = {"command": command(job, folder), "time": duration(job.seconds), "gpus": gpus, "requeues": requeues}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from course_tools.clusters.job import Job
-from course_tools.clusters.launchers import torchrun, training_program
+from course_tools.clusters.launchers import torchrun
 from course_tools.clusters.shell import Shell, render
 from course_tools.clusters.validation import port
 
@@ -37,7 +37,7 @@ def files(job: Job, folder: str) -> dict[str, str]:
         raise ValueError(
             f"image={job.image!r}: this script starts no container; type it inside one, or use setup=[...]."
         )
-    agent = torchrun(job, endpoint=Shell('"$RDZV_ENDPOINT"'), program=training_program(job, job.config, job.output_dir))
+    agent = torchrun(job, endpoint=Shell('"$RDZV_ENDPOINT"'), config=job.config, output_dir=job.output_dir)
     return {FILE: render(SCRIPT, job=job, agent=agent, command=command(job, folder))}
 
 
