@@ -27,7 +27,8 @@ _synced: dict[int, tuple[int, int]] = {}  # inode -> (bytes, time) when it was l
 def touches_files(function: Any) -> bool:
     """Whether a C function writes, names or removes something: of posix, of a file object, of torch's own writer."""
     name, owner = getattr(function, "__name__", ""), getattr(function, "__self__", None)
-    if name in LOOKS_ONLY:
+    # posix._path_...: os.path's work on strings, which Python 3.13 moved to C; pathlib keeps what it found
+    if name in LOOKS_ONLY or name.startswith("_path_"):
         return False
     kind = type(owner)
     if kind.__module__ == "_io":
