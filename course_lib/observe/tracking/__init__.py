@@ -7,7 +7,7 @@
 
 from typing import Any
 
-from course_lib.observe.tracking.reading import read
+from course_lib.observe.tracking.event_files import read
 from course_lib.observe.tracking.tracker import Tracker
 
 __all__ = ["EveryRank", "Tracker", "read"]

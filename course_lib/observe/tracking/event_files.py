@@ -1,13 +1,14 @@
-"""TensorBoard's event files: no account, no server; ``tensorboard --logdir FOLDER`` shows the ranks as runs."""
+"""Write and read TensorBoard's event files: no account, no server; ``tensorboard --logdir FOLDER`` shows ranks as runs."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from pathlib import Path
 
-from course_lib.observe.tracking.series import Series, newest_of_each_step
+Series = list[tuple[int, float, float]]  # of one metric and rank: (step, value, seconds since 1970)
 
 
 class EventFiles:
@@ -38,8 +39,33 @@ class EventFiles:
         self._file.flush()
 
 
-def read_event_files(folder: Path) -> dict[str, Series]:
-    """Every scalar of one rank's folder, over all of its files: a restart begins a new one.
+def read(folder: str | os.PathLike[str]) -> dict[int, dict[str, Series]]:
+    """Return ``{rank: {metric: [(step, value, time), …]}}`` of a folder that `Tracker` wrote event files to.
+
+    Steps in order, each once; where a resumed run did a step again, its later value. ``time`` is in seconds since 1970.
+
+    Raises:
+        ValueError: no folder, no rank in it, or ranks without event files.
+    """
+    place = Path(folder)
+    ranks = {
+        int(match[1]): path
+        for path in place.glob("rank*")
+        if path.is_dir() and (match := re.fullmatch(r"rank(\d+)", path.name))
+    }
+    if not ranks:
+        raise ValueError(f"{place} has no folder of a rank (rank0, rank1, …): give the folder that Tracker was given.")
+    found = {rank: _read_rank(path) for rank, path in sorted(ranks.items())}
+    if not any(found.values()):
+        raise ValueError(
+            f"{place} has ranks, and no metric of theirs: did the run log and close its Tracker? "
+            "(Of W&B's files only `wandb sync` knows the format.)"
+        )
+    return found
+
+
+def _read_rank(folder: Path) -> dict[str, Series]:
+    """Return every scalar of one rank's folder, over all of its files: a restart begins a new one.
 
     Of a file that ends in the middle of a record, as a killed rank leaves it, what is whole is read.
     """
@@ -51,4 +77,9 @@ def read_event_files(folder: Path) -> dict[str, Series]:
             for value in event.summary.value:
                 number = value.tensor.float_val[0] if value.HasField("tensor") else value.simple_value
                 found.setdefault(value.tag, []).append((event.step, float(number), event.wall_time))
-    return {name: newest_of_each_step(series) for name, series in found.items()}
+    return {name: _newest_of_each_step(series) for name, series in found.items()}
+
+
+def _newest_of_each_step(series: Series) -> Series:
+    """In the order of steps. A run that resumed from a checkpoint did some steps twice: the later one counts."""
+    return [entry for _, entry in sorted({entry[0]: entry for entry in series}.items())]

@@ -1,4 +1,4 @@
-"""One tracker a rank: TensorBoard's event files, or W&B's offline ones, in a folder of the rank's own."""
+"""One tracker per rank: TensorBoard's event files, or W&B's offline ones, in a folder of the rank's own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tracker:
 
     Args:
         folder: of the run; the same for all ranks, and again after a restart.
-        to: ``"tensorboard"`` (event files), ``"wandb"`` (a run a rank, grouped), ``"none"`` (log and write nothing).
+        to: ``"tensorboard"`` (event files), ``"wandb"`` (a run per rank, grouped), ``"none"`` (log and write nothing).
         run_name: of the run, in W&B: the group; ``""`` takes the folder's name.
         rank, world_size: this rank's place; ``None`` reads ``RANK`` and ``WORLD_SIZE``, and is one of one without them.
         online: let W&B talk to its server; otherwise it is kept offline whatever the environment says.
@@ -98,13 +98,11 @@ class Tracker:
 
             self._backend = EventFiles(self.folder)
         else:
-            from course_lib.observe.tracking.wandb_files import WandbRun
-
             self._backend = WandbRun(self.folder, run_name, self.rank, world_size, online)
 
-    def _try(self, what: Callable[[], None]) -> None:
+    def _try(self, write: Callable[[], None]) -> None:
         try:
-            what()
+            write()
         except Exception as error:  # whatever a tracker's library raises: not worth a training run
             self._backend = None
             reason = str(error) or type(error).__name__
@@ -113,3 +111,27 @@ class Tracker:
                 "its further metrics are lost."
             )
             print(self.problem, file=sys.stderr)
+
+
+class WandbRun:
+    """One rank's run of Weights & Biases, in files that ``wandb sync`` can send later; all ranks' runs form a group."""
+
+    def __init__(self, folder: Path, run_name: str, rank: int, world_size: int, online: bool) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project="beyond-one-gpu",
+            group=run_name,
+            name=f"{run_name}-rank{rank}",
+            config={"rank": rank, "world_size": world_size},
+            dir=str(folder),
+            mode="online" if online else "offline",
+            reinit="create_new",  # a notebook may have a run of its own
+            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, x_save_requirements=False),
+        )
+
+    def log(self, step: int, numbers: dict[str, float]) -> None:
+        self._run.log(numbers, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
