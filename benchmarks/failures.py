@@ -81,7 +81,7 @@ def kill_once(folder: Path, number: int, rng: random.Random, ranks: int, steps: 
     striker = Striker(folder, rng, everybody=number % 2 == 1)
     striker.start()
     try:
-        launch(resumable.train, ranks=ranks, quiet=True, timeout=300, steps=steps, checkpoints=str(folder), **HOW)
+        launch(resumable.train, ranks=ranks, quiet=True, timeout=300, steps=steps, checkpoint_dir=str(folder), **HOW)
     except RankFailed:
         assert striker.struck.is_set()
     else:
@@ -130,7 +130,9 @@ def main() -> int:
                 f"{'yes' if kill['saving'] else '':12}  {back}",
                 flush=True,
             )
-        resumed = launch(resumable.train, ranks=1, quiet=True, timeout=900, steps=steps, checkpoints=str(folder), **HOW)
+        resumed = launch(
+            resumable.train, ranks=1, quiet=True, timeout=900, steps=steps, checkpoint_dir=str(folder), **HOW
+        )
         last = resumed.results[0]
         starts = [event["step"] for event in events(folder, "start")]
     same = last.losses == undisturbed.losses and last.extra["fingerprint"] == undisturbed.extra["fingerprint"]

@@ -76,8 +76,8 @@ class Case:
         from course_lib.training.finetune import building
 
         self.chosen, self.precision = chosen, chosen["precision"]
-        made = {key: chosen[key] for key in ("method", "precision", "checkpointing")}
-        self.model = building.prepare(copy.deepcopy(base), device="cpu", **made)
+        how = {"method": chosen["method"], "activation_checkpointing": chosen["checkpointing"]}
+        self.model = building.prepare(copy.deepcopy(base), device="cpu", precision=self.precision, **how)
         self.optimizer = building.build_optimizer(building.trainable(self.model), chosen["optimizer"], 1e-4)
         self.scaler = building.grad_scaler(self.precision, "cpu")
         self.batch = torch.randint(0, 200, SIZES[name], generator=torch.Generator().manual_seed(0))

@@ -24,7 +24,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "gpipe"},
     "1f1b": {"schedule": "1f1b"},
     "1f1b, by hand": {"schedule": "1f1b", "implementation": "hand"},
-    "interleaved, 2 chunks": {"schedule": "interleaved", "chunks": 2},
+    "interleaved, 2 chunks": {"schedule": "interleaved", "virtual_stages": 2},
     "zero_bubble": {"schedule": "zero_bubble"},
 }
 GRIDS = {
@@ -66,15 +66,19 @@ def bubbles(pace: float, steps: int) -> dict[str, bool]:
     from course_lib.parallel.schedules import ideal_bubble
     from course_lib.training import single
 
-    sizes = dict(global_batch=MICRO_BATCHES, micro_batches=MICRO_BATCHES, seq_len=16, layers=8, hidden=32)
+    sizes = dict(global_batch=MICRO_BATCHES, num_microbatches=MICRO_BATCHES, seq_len=16, layers=8, hidden=32)
     paced = {  # a chunk is a part of the stage, and takes a part of its time; naive alone takes too long for many steps
-        name: how | sizes | {"pace": pace / how.get("chunks", 1), "steps": 3 if name == "naive" else PACED_STEPS}
+        name: how
+        | sizes
+        | {"pace": pace / how.get("virtual_stages", 1), "steps": 3 if name == "naive" else PACED_STEPS}
         for name, how in SCHEDULES.items()
     }
     slow = trained("pipeline", paced, RANKS)
     own = trained("pipeline", {name: how | sizes | {"steps": steps} for name, how in SCHEDULES.items()}, RANKS)
-    full = dict(steps=steps, global_batch=MICRO_BATCHES, micro_batches=MICRO_BATCHES)
-    same = trained("pipeline", {name: how | full for name, how in SCHEDULES.items() if "chunks" not in how}, RANKS)[0]
+    full = dict(steps=steps, global_batch=MICRO_BATCHES, num_microbatches=MICRO_BATCHES)
+    same = trained(
+        "pipeline", {name: how | full for name, how in SCHEDULES.items() if "virtual_stages" not in how}, RANKS
+    )[0]
     oracle = launch(single.train, ranks=1, quiet=True, steps=steps, global_batch=MICRO_BATCHES).results[0].losses
     print(
         f"{RANKS} stages, {MICRO_BATCHES} micro-batches; the fastest of {PACED_STEPS - 2} steps (naive: 1), a forward of {pace * 1e3:g} ms a stage"
@@ -82,7 +86,7 @@ def bubbles(pace: float, steps: int) -> dict[str, bool]:
     print(f"  {'':23}{'formula':>9}{'paced':>9}{'off':>8}{'own speed':>11}   micro-batches held, by rank")
     worst = 0.0
     for name, how in SCHEDULES.items():
-        told = ideal_bubble(how["schedule"], RANKS, MICRO_BATCHES, how.get("chunks", 1))
+        told = ideal_bubble(how["schedule"], RANKS, MICRO_BATCHES, how.get("virtual_stages", 1))
         seen = slow[0][name].extra["bubble"]
         worst = max(worst, abs(seen / told - 1))
         held = ", ".join(f"{outcomes[name].extra['in_flight']:g}" for outcomes in slow)

@@ -46,8 +46,8 @@ ZERO["ZeRO-2, bf16"] = ("zero", {"stage": 2, "precision": "bf16"}, {"strategy": 
 ZERO["ZeRO-3, bf16"] = ("zero", {"stage": 3, "precision": "bf16"}, {"strategy": "zero3", "precision": "bf16"}, 0)
 FSDP = {
     "FSDP2": ("fsdp", {}, {}, 0),
-    "FSDP2, reshard no": ("fsdp", {"reshard": "no"}, {"reshard": False}, 0),
-    "FSDP2, reshard over 2": ("fsdp", {"reshard": "2"}, {"reshard": 2}, 4),
+    "FSDP2, reshard no": ("fsdp", {"reshard_after_forward": "no"}, {"reshard": False}, 0),
+    "FSDP2, reshard over 2": ("fsdp", {"reshard_after_forward": "2"}, {"reshard": 2}, 4),
     "FSDP2, hybrid 2x2": ("fsdp", {"mesh": "2x2"}, {"shard_ranks": 2}, 4),
     "FSDP2, one unit": ("fsdp", {"wrap": "whole"}, {}, 0),
     "FSDP2, offloaded": ("fsdp", {"offload": True}, {"offload": "all"}, 0),
@@ -235,22 +235,22 @@ def peaks() -> dict[str, bool]:
         **{name: ZERO[name] for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3")},
         "FSDP2": FSDP["FSDP2"],
         "FSDP2, reshard no": FSDP["FSDP2, reshard no"],
-        "ZeRO-2, checkpointed": ("zero", {"stage": 2, "checkpointing": "full"}),
-        "FSDP2, 2 micro-batches": ("fsdp", {"accumulate": 2}),
-        "ZeRO-1, 2 micro-batches": ("zero", {"stage": 1, "accumulate": 2}),
-        "ZeRO-2, 2 micro-batches": ("zero", {"stage": 2, "accumulate": 2}),
-        "ZeRO-3, 2 micro-batches": ("zero", {"stage": 3, "accumulate": 2}),
+        "ZeRO-2, checkpointed": ("zero", {"stage": 2, "activation_checkpointing": "full"}),
+        "FSDP2, 2 micro-batches": ("fsdp", {"gradient_accumulation_steps": 2}),
+        "ZeRO-1, 2 micro-batches": ("zero", {"stage": 1, "gradient_accumulation_steps": 2}),
+        "ZeRO-2, 2 micro-batches": ("zero", {"stage": 2, "gradient_accumulation_steps": 2}),
+        "ZeRO-3, 2 micro-batches": ("zero", {"stage": 3, "gradient_accumulation_steps": 2}),
     }
     found = launch(run_all, cases, ranks=2, quiet=True, timeout=300, steps=3).results[0]
     print(f"  {'peak of a step on 2 ranks, MiB':31}{'measured':>10}{'predicted':>11}{'error':>8}  at the moment")
     worst = 0.0
     for name, (program, settings, *_) in cases.items():
-        micro_batches = settings.get("accumulate", 1)
+        micro_batches = settings.get("gradient_accumulation_steps", 1)
         told = estimate(
             shape_of("tiny"), strategy=f"zero{settings['stage']}" if program == "zero" else "fsdp", ranks=2, precision="fp32",
             micro_batch=4 // micro_batches, micro_batches=micro_batches, seq_len=128, device="cpu", bucket_elements=BUCKET,
-            step="loop" if program == "zero" else "fused", checkpointing=settings.get("checkpointing", "none"),
-            reshard=settings.get("reshard") != "no",
+            step="loop" if program == "zero" else "fused", checkpointing=settings.get("activation_checkpointing", "none"),
+            reshard=settings.get("reshard_after_forward") != "no",
         )  # fmt: skip
         error = told.peak / found[name].memory["peak"] - 1
         worst = max(worst, abs(error))

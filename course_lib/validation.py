@@ -32,7 +32,8 @@ def pick(name: str, value: Any, choices: Sequence[Any]) -> None:
 
 
 def did_you_mean(word: Any, known: Iterable[Any], *, most: int = 1, cutoff: float = 0.5) -> list[str]:
-    """The names among `known` that look most like `word`, best first; upper and lower case, - and _ count as equal.
+    """The names among `known` that look most like `word`, best first: those that begin with it, else the
+    closest. Upper and lower case, - and _ count as equal.
 
     Args:
         word: what somebody wrote.
@@ -41,5 +42,6 @@ def did_you_mean(word: Any, known: Iterable[Any], *, most: int = 1, cutoff: floa
         cutoff: how alike they must be, 0 to 1, as in `difflib.get_close_matches`.
     """
     plain = {str(name).lower().replace("-", "_"): str(name) for name in known}
-    near = difflib.get_close_matches(str(word).lower().replace("-", "_"), plain, most, cutoff)
-    return [plain[name] for name in near]
+    word = str(word).lower().replace("-", "_")
+    started = [name for name in plain if word and name.startswith(word)][:most]  # "fp16" is "fp16-mixed", not "bf16"
+    return [plain[name] for name in started or difflib.get_close_matches(word, plain, most, cutoff)]

@@ -63,7 +63,7 @@ def test_torchrun_restarts_after_a_killed_rank_and_the_losses_do_not_show_it(und
         free.bind(("127.0.0.1", 0))
         port = f"--master_addr 127.0.0.1 --master_port {free.getsockname()[1]}"
     command = Background(
-        f"torchrun --nproc_per_node 2 --max-restarts 3 {port} {module} {options} --checkpoints {tmp_path}"
+        f"torchrun --nproc_per_node 2 --max-restarts 3 {port} {module} {options} --checkpoint-dir {tmp_path}"
     )
     try:
         top = psutil.Process(command._process.pid)
@@ -119,7 +119,7 @@ def struck(folder, how, seed):
                 os.kill(pid, signal.SIGKILL)
 
         threading.Thread(target=strike, daemon=True).start()
-    resumable.train(**HOW, checkpoints=folder, die_at=7 if how == "one" else -1, die_rank=1)
+    resumable.train(**HOW, checkpoint_dir=folder, die_at=7 if how == "one" else -1, die_rank=1)
 
 
 def test_three_kills_lose_nothing_beyond_the_last_checkpoint(undisturbed, tmp_path):
@@ -130,7 +130,7 @@ def test_three_kills_lose_nothing_beyond_the_last_checkpoint(undisturbed, tmp_pa
         whole = checkpoints.latest(folder, tell=lambda _: None)
         found.append((checkpoints.verify(whole).step, newest_step(folder)))
     parts = [name for name in os.listdir(folder) if ".part-" in name]
-    last = launch(resumable.train, ranks=1, quiet=True, timeout=100, checkpoints=folder, **HOW).results[0]
+    last = launch(resumable.train, ranks=1, quiet=True, timeout=100, checkpoint_dir=folder, **HOW).results[0]
     assert last.losses == undisturbed.losses and last.extra["fingerprint"] == undisturbed.extra["fingerprint"]
     assert [event["step"] for event in read(folder) if event["event"] == "start"] == [0, *(step for step, _ in found)]
     assert found[0] == (6, 6) and all(done + 1 - step <= HOW["save_every"] for step, done in found), (found, parts)

@@ -246,7 +246,7 @@ def test_the_link_slows_training_down_and_changes_no_loss(how, request, no_lefto
     assert "Emulated: 3 hosts" in slow.emulation and "50 ms of sleep a micro-batch" in slow.emulation
     adapters = scaling(3, link, adapters=True, how=how, **SMALL)
     assert adapters.gradient_bytes == 74_752 and adapters.step_seconds < slow.step_seconds / 1.2
-    rarely = scaling(3, link, accumulate=4, how=how, **SMALL)
+    rarely = scaling(3, link, gradient_accumulation_steps=4, how=how, **SMALL)
     assert rarely.tokens_per_second > 1.3 * slow.tokens_per_second
 
 
@@ -261,7 +261,7 @@ def test_the_expected_step_hides_what_fits_under_backward():
     assert expected_step(1, free, **same) == 4.0
     assert expected_step(2, free, **same) == pytest.approx(4 + 1 / 4)  # 1 s of wire: only the last layer's shows
     assert expected_step(2, Link("slower", 0, 1e5), **same) == pytest.approx(4 + 10 - 2)  # 10 s, of which 2 hide
-    assert expected_step(2, free, accumulate=3, **same) == pytest.approx(12.25)
+    assert expected_step(2, free, gradient_accumulation_steps=3, **same) == pytest.approx(12.25)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import sys
 import cloudpickle
 import pytest
 import torch
+from parity import TOLERANCE, one_rank, refusals, train_each
 
 from course_lib.launch import launch
 from course_lib.models import tiny_llama
-from course_lib.models.data import sample_batch
 from course_lib.training.command_line import parse
 from course_lib.training.sequence import expert_parallel
 from course_lib.training.sequence.expert_parallel_layer import MixtureOfExperts
@@ -31,14 +31,8 @@ MISFITS = {
 
 
 def several():
-    torch.set_num_threads(1)
-    refused = {}
-    for name, (how, _) in MISFITS.items():
-        try:
-            expert_parallel.train(**{**SIZES, **how})
-        except ValueError as error:
-            refused[name] = str(error)
-    return refused, {k: expert_parallel.train(**{**SIZES, **how}) for k, how in TRAINED.items()}
+    wrong = {name: lambda how=how: expert_parallel.train(**{**SIZES, **how}) for name, (how, _) in MISFITS.items()}
+    return refusals(wrong), train_each(expert_parallel.train, {k: {**SIZES, **how} for k, how in TRAINED.items()})
 
 
 def unbalanced():
@@ -82,32 +76,22 @@ def test_one_process_does_what_a_dense_loop_does(top_k):
         torch.testing.assert_close(ours, theirs)
 
 
-def one_rank(top_k, optimizer="adamw", lr=1e-3):
+def expected_losses(top_k, **how):
     """Losses of one process by the dense loop."""
     net = tiny_llama(seed=0, layers=2, hidden=32, intermediate=48)
-    mixtures = expert_parallel.give_experts(net, experts=4, top_k=top_k, seed=0)
-    for mixture in mixtures:
+    for mixture in expert_parallel.give_experts(net, experts=4, top_k=top_k, seed=0):
         mixture.forward = dense.__get__(mixture)
-    update = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer](net.parameters(), lr=lr)
-    losses = []
-    for step in range(STEPS):
-        batch = sample_batch(step, global_batch=4, seq_len=24)
-        loss = net(input_ids=batch, labels=batch).loss
-        loss.backward()
-        update.step()
-        update.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return one_rank(net, steps=STEPS, global_batch=4, seq_len=24, **how)[0]
 
 
 @pytest.mark.parametrize("top_k", TRAINED)
-def test_it_trains_as_one_rank_does(top_k, run, one_thread):
-    expected = one_rank(**{"top_k": top_k} | TRAINED[top_k])
+def test_it_trains_as_one_rank_does(top_k, run):
+    expected = expected_losses(**{"top_k": top_k} | TRAINED[top_k])
     for rank, (_, outcomes) in enumerate(run.results):
         outcome = outcomes[top_k]
         assert (outcome.rank, outcome.world_size, outcome.wrapper) == (rank, 2, "MixtureOfExperts")
         # 1e-6 seen; experts whose gradients are not divided by the ranks are off by 1e-2 under SGD
-        assert outcome.losses == pytest.approx(expected, rel=1e-5)
+        assert outcome.losses == pytest.approx(expected, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("top_k", TRAINED)

@@ -3,110 +3,68 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from functools import cache
 
-import cloudpickle
 import pytest
-import torch
+from parity import TOLERANCE, Runs, off_by, one_rank
 
-from course_lib.launch import launch
 from course_lib.models import tiny_llama
-from course_lib.models.data import sample_batch
-from course_lib.training.finetune.building import prepare, trainable
+from course_lib.training.finetune.building import prepare
 from course_lib.training.sharded import fsdp
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
-
-STEPS, LONG = 3, 20
+STEPS, LONG = 3, 8
 SIZES = dict(steps=STEPS, global_batch=12, seq_len=32)
 
-# fp32 rounds to 6e-8 of a value, and the ranks' parts add up in another order than the whole batch: up to 3e-7 seen
-# after 20 steps. A norm over one rank's shards alone would be off by 0.3, gradients summed in place of averaged by 1.
-TOLERANCE = 1e-5
-
+# A norm over one rank's shards alone would be off by 0.3.
 ON_TWO = {
-    "yes": dict(clip=1.0),
-    "20 steps": dict(steps=LONG),
-    "no": dict(reshard="no"),
+    "yes": dict(max_grad_norm=1.0),
+    "long": dict(steps=LONG),
+    "no": dict(reshard_after_forward="no"),
     "whole": dict(wrap="whole"),
-    "accumulate": dict(accumulate=2, clip=1.0),
-    "every micro-batch": dict(accumulate=2, sync_every_micro_batch=True, clip=1.0),
-    "full checkpointing": dict(checkpointing="full"),
+    "accumulate": dict(gradient_accumulation_steps=2, max_grad_norm=1.0),
+    "every micro-batch": dict(gradient_accumulation_steps=2, sync_every_micro_batch=True, max_grad_norm=1.0),
+    "full checkpointing": dict(activation_checkpointing="full"),
     "prefetch": dict(prefetch=2),
-    "offload": dict(offload=True, clip=1.0),
+    "offload": dict(offload=True, max_grad_norm=1.0),
     "meta": dict(meta_init=True),
-    "meta, offload": dict(meta_init=True, offload=True),
     "lora": dict(method="lora"),
     "lora, meta": dict(method="lora", meta_init=True),
     "qlora": dict(method="qlora"),
-    "qlora, no": dict(method="qlora", reshard="no", offload=True),
+    "qlora, no": dict(method="qlora", reshard_after_forward="no", offload=True),
     "bf16-mixed": dict(precision="bf16-mixed", steps=2),
     "bf16": dict(precision="bf16", steps=2),
-    "qlora, bf16-mixed": dict(method="qlora", precision="bf16-mixed", steps=2),
-    "fp16-mixed": dict(precision="fp16-mixed", clip=1.0, steps=2),
+    "fp16-mixed": dict(precision="fp16-mixed", max_grad_norm=1.0, steps=2),
 }
 ON_FOUR = {
     "yes": dict(prefetch=1),
-    "2x2": dict(mesh="2x2", clip=1.0),
-    "2": dict(reshard="2"),
-    "2x2, meta": dict(mesh="2x2", meta_init=True, reshard="no", offload=True),
+    "2x2": dict(mesh="2x2", max_grad_norm=1.0),
+    "2": dict(reshard_after_forward="2"),
 }
-ON_THREE = {"yes": dict(clip=1.0), "no": dict(reshard="no", meta_init=True)}
-ON_ONE = {"yes": dict(clip=1.0)}
+ON_THREE = {"yes": dict(max_grad_norm=1.0)}
+ON_ONE = {"yes": dict(max_grad_norm=1.0)}
 LAUNCHES = {1: ON_ONE, 2: ON_TWO, 3: ON_THREE, 4: ON_FOUR}
 EVERY = [(ranks, name) for ranks, settings in LAUNCHES.items() for name in settings]
-SIXTEEN_BITS = {"bf16-mixed": 3e-3, "bf16": 1e-2, "qlora, bf16-mixed": 3e-3, "fp16-mixed": 3e-4}  # bf16 rounds to 4e-3
-
-
-def several(settings):
-    torch.set_num_threads(1)  # a small batch gains nothing from two, and loses much on a busy machine
-    return {name: fsdp.train(**{**SIZES, **how}) for name, how in settings.items()}
-
-
-class Runs(dict):
-    """The launch of each number of ranks, started when it is first asked for."""
-
-    def __missing__(self, ranks):
-        self[ranks] = launch(several, LAUNCHES[ranks], ranks=ranks, quiet=True, timeout=280)
-        return self[ranks]
+SIXTEEN_BITS = {"bf16-mixed": 3e-3, "bf16": 1e-2, "fp16-mixed": 3e-4}  # bf16 rounds to 4e-3
 
 
 @pytest.fixture(scope="module")
 def runs(private_tmp):
-    return Runs()
+    return Runs(fsdp.train, LAUNCHES, SIZES)
 
 
 @cache
-def one_rank(method="full", clip=0.0):
-    """Losses and norms of one process on the whole batch, by a loop that knows nothing of shards."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def expected(method="full", max_grad_norm=0.0):
+    """Losses and norms of one process on the whole batch."""
     net = prepare(tiny_llama(seed=0), method=method, device="cpu")
-    optimizer = torch.optim.AdamW(trainable(net), lr=1e-3)
-    losses, norms = [], []
-    for step in range(STEPS if clip or method != "full" else LONG):
-        batch = sample_batch(step, global_batch=12, seq_len=32)
-        loss = net(input_ids=batch, labels=batch).loss
-        loss.backward()
-        if clip:
-            norms.append(torch.nn.utils.clip_grad_norm_(trainable(net), clip).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    torch.set_num_threads(threads)
-    return losses, norms
-
-
-def off_by(ours, theirs):
-    return max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
+    steps = STEPS if max_grad_norm or method != "full" else LONG
+    return one_rank(net, **{**SIZES, "steps": steps}, max_grad_norm=max_grad_norm)
 
 
 @pytest.mark.parametrize(("ranks", "name"), EVERY)
 def test_it_trains_as_one_rank_does(ranks, name, runs):
     how = LAUNCHES[ranks][name]
-    losses, norms = one_rank(how.get("method", "full"), how.get("clip", 0.0))
+    losses, norms = expected(how.get("method", "full"), how.get("max_grad_norm", 0.0))
     steps = how.get("steps", STEPS)
     allowed = SIXTEEN_BITS.get(name, TOLERANCE)
     for rank, outcomes in enumerate(runs[ranks].results):
@@ -115,15 +73,15 @@ def test_it_trains_as_one_rank_does(ranks, name, runs):
         assert outcome.wrapper == ("FSDPPeftModelForCausalLM" if "method" in how else "FSDPLlamaForCausalLM")
         assert outcome.losses == runs[ranks].results[0][name].losses
         assert off_by(outcome.losses, losses[:steps]) < allowed
-        assert off_by(outcome.extra["gradient_norms"], norms[:steps]) < allowed if "clip" in how else not norms
-    if "clip" in how:
-        assert max(norms) > how["clip"] and off_by(losses, one_rank()[0][:STEPS]) > 1e-5  # it did clip
+        assert off_by(outcome.extra["gradient_norms"], norms[:steps]) < allowed if "max_grad_norm" in how else not norms
+    if "max_grad_norm" in how:
+        assert max(norms) > how["max_grad_norm"] and off_by(losses, expected()[0][:STEPS]) > 1e-5  # it did clip
 
 
 @pytest.mark.parametrize("name", SIXTEEN_BITS)
 def test_sixteen_bits_are_not_fp32(name, runs):
     how = ON_TWO[name]
-    losses, _ = one_rank(how.get("method", "full"), how.get("clip", 0.0))
+    losses, _ = expected(how.get("method", "full"), how.get("max_grad_norm", 0.0))
     assert off_by(runs[2].results[0][name].losses, losses[:2]) > 1e-7
 
 
@@ -191,7 +149,7 @@ ROOT, BLOCK = 65_664 * 4, 184_576 * 4  # bytes of the embedding, last norm and h
 @pytest.mark.parametrize(
     ("name", "gathers", "scatters"),
     [
-        ("20 steps", [ROOT] + 8 * [BLOCK], 4 * [BLOCK] + [ROOT]),  # a block forward and backward, the root once
+        ("long", [ROOT] + 8 * [BLOCK], 4 * [BLOCK] + [ROOT]),  # a block forward and backward, the root once
         ("no", [ROOT] + 4 * [BLOCK], 4 * [BLOCK] + [ROOT]),
         ("whole", 2 * [ROOT + 4 * BLOCK], [ROOT + 4 * BLOCK]),
         ("accumulate", 2 * ([ROOT] + 8 * [BLOCK]), 4 * [BLOCK] + [ROOT]),
@@ -209,7 +167,7 @@ def test_a_step_s_collectives_on_two_ranks(name, gathers, scatters, runs):
         assert [2 * size for kind, size, _ in step if kind == "all_gather"] == gathers
         assert [size for kind, size, _ in step if kind == "reduce_scatter"] == scatters
         rest = [(kind, size) for kind, size, _ in step if kind not in ("all_gather", "reduce_scatter")]
-        assert rest == ([("all_reduce", 39 * 4)] if "clip" in ON_TWO[name] else [])  # one norm a parameter
+        assert rest == ([("all_reduce", 39 * 4)] if "max_grad_norm" in ON_TWO[name] else [])  # one norm a parameter
 
 
 def test_a_number_gathers_again_among_neighbours(runs):
@@ -238,7 +196,7 @@ def test_copies_of_a_sharded_model_sum_their_shards(runs):
 
 def test_the_bytes_that_the_system_counts(runs):
     """gloo's all_gather sends what a ring's does; its reduce_scatter what a ring's all_reduce does, twice as much."""
-    for ranks, name in ((2, "20 steps"), (2, "no"), (3, "yes"), (4, "2x2")):
+    for ranks, name in ((2, "long"), (2, "no"), (3, "yes"), (4, "2x2")):
         for rank, outcomes in enumerate(runs[ranks].results):
             step = last_step(runs, ranks, name, rank)
             factor = {"all_gather": lambda n: n - 1, "reduce_scatter": lambda n: 2 * (n - 1) / n}
@@ -254,17 +212,17 @@ def test_what_the_highest_moment_holds(runs):
     ):  # gloo's threads let a buffer go when they come to it: now and then one is counted more
         return min(outcomes[name].memory[what] for outcomes in runs[2].results)
 
-    block = least("20 steps")
+    block = least("long")
     assert least("whole") > block + BLOCK
     assert least("no") > block + BLOCK  # the blocks of the forward pass are still there
     assert least("full checkpointing") < block
-    assert 5 * least("full checkpointing", "activations") < least("20 steps", "activations")
+    assert 5 * least("full checkpointing", "activations") < least("long", "activations")
     # between micro-batches every rank has whole gradients; activations, here half as many, are left out
     waiting = least("accumulate") - least("accumulate", "activations")
-    assert waiting > block - least("20 steps", "activations") + 2 * BLOCK
+    assert waiting > block - least("long", "activations") + 2 * BLOCK
 
 
 def test_meta_init_changes_nothing(runs):
     for outcomes in runs[2].results:
-        assert outcomes["meta"].losses == outcomes["20 steps"].losses[:STEPS]
+        assert outcomes["meta"].losses == outcomes["long"].losses[:STEPS]
         assert outcomes["lora, meta"].losses == outcomes["lora"].losses

@@ -8,6 +8,7 @@ import sys
 import cloudpickle
 import pytest
 import torch
+from parity import TOLERANCE, off_by
 
 from course_lib.launch import launch
 from course_lib.launch.commands import Background
@@ -17,13 +18,11 @@ from course_lib.training.sharded import accelerate_fsdp, accelerate_on_cpu, fsdp
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 
 SIZES = dict(steps=3, global_batch=8, seq_len=32)
-TOLERANCE = 1e-5  # as in test_fsdp
-
 # a setting of Accelerate's program, and the same of ours
 SETTINGS = {
-    "yes": (dict(clip=1.0), dict(clip=1.0)),
-    "no": (dict(reshard=False, offload=True), dict(reshard="no", offload=True)),
-    "accumulate": (dict(accumulate=2), dict(accumulate=2)),
+    "yes": (dict(max_grad_norm=1.0), dict(max_grad_norm=1.0)),
+    "no": (dict(reshard_after_forward=False, offload=True), dict(reshard_after_forward="no", offload=True)),
+    "accumulate": (dict(gradient_accumulation_steps=2), dict(gradient_accumulation_steps=2)),
     "bf16-mixed": (dict(precision="bf16-mixed"), None),
 }
 
@@ -102,10 +101,6 @@ def runs(private_tmp, commands):
 @pytest.fixture(scope="module")
 def oracle(private_tmp):
     return launch(single.train, ranks=1, quiet=True, **SIZES).results[0].losses
-
-
-def off_by(ours, theirs):
-    return max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("name", [name for name, (_, ours) in SETTINGS.items() if ours is not None])

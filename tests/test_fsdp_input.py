@@ -33,7 +33,7 @@ def orders(prefetch):
         setattr(dist, name, lambda *args, gather=gather, **kwargs: (told.append("g"), gather(*args, **kwargs))[1])
     fsdp_sharding.fully_shard = lambda module, **how: (calls.append(how), share(module, **how))[1]
     try:
-        net = fsdp_sharding.shard(tiny_llama(seed=0), prefetch=prefetch, offload=True, reshard=False)
+        net = fsdp_sharding.shard(tiny_llama(seed=0), prefetch=prefetch, offload=True, reshard_after_forward=False)
         for i, block in enumerate(fsdp_sharding.blocks(net)):
             block.register_forward_pre_hook(lambda *_, i=i: told.append(str(i)))
         batch = sample_batch(0, global_batch=2, seq_len=8)
@@ -89,17 +89,17 @@ WRONG = {
     "method='qlra'": dict(method="qlra"),
     "precision='fp8'": dict(precision="fp8"),
     "wrap='layer'": dict(wrap="layer"),
-    "checkpointing='some'": dict(checkpointing="some"),
-    "reshard='maybe': write yes, no, or": dict(reshard="maybe"),
-    "reshard=2 is no proper divisor of the 2 ranks": dict(reshard="2"),
-    "reshard=0 is no proper divisor": dict(reshard="0"),
+    "checkpointing='some'": dict(activation_checkpointing="some"),
+    "reshard_after_forward='maybe': write yes, no, or": dict(reshard_after_forward="maybe"),
+    "reshard_after_forward=2 is no proper divisor of the 2 ranks": dict(reshard_after_forward="2"),
+    "reshard_after_forward=0 is no proper divisor": dict(reshard_after_forward="0"),
     "mesh='2x2' takes 4 ranks and there are 2": dict(mesh="2x2"),
     "mesh='2' *: write copies x shards": dict(mesh="2"),
     "mesh='0x2': write copies x shards": dict(mesh="0x2"),
     "mesh='2x1' has one shard a copy": dict(mesh="2x1", offload=True),
     "prefetch=-1: give how many units": dict(prefetch=-1),
     "prefetch=1 has nothing to gather ahead": dict(prefetch=1, wrap="whole"),
-    "clip=-1: give the greatest norm": dict(clip=-1),
+    "max_grad_norm=-1: give the greatest norm": dict(max_grad_norm=-1),
     "save_every=-1: give a number": dict(save_every=-1),
     "save_every and resume need a folder": dict(save_every=1),
     "resume need a folder": dict(resume=True),
@@ -114,7 +114,7 @@ def questions(folder):
     torch.set_num_threads(1)
     small = dict(global_batch=4, seq_len=8, layers=1)
     saved = [
-        fsdp.train(**small, steps=4, checkpoints=folder, save_every=2, save_in_background=background)
+        fsdp.train(**small, steps=4, checkpoint_dir=folder, save_every=2, save_in_background=background)
         for background in (False, True)
     ]
     dist.barrier()
@@ -124,10 +124,10 @@ def questions(folder):
         "fall-backs": [said_by(fsdp_sharding.proof, *case) for case in fall_backs()],
         "wrong": [said_by(fsdp.train, **{"steps": 1, **how}) for how in WRONG.values()],
         "whole": saved[0].losses,
-        "resumed": fsdp.train(**small, steps=6, checkpoints=folder, resume=True),
+        "resumed": fsdp.train(**small, steps=6, checkpoint_dir=folder, resume=True),
         "straight": fsdp.train(**small, steps=6),
-        "from nothing": fsdp.train(**small, steps=1, checkpoints=folder + "/none", resume=True).extra["first_step"],
-        "other data": said_by(fsdp.train, **small | dict(seq_len=16), steps=6, checkpoints=folder, resume=True),
+        "from nothing": fsdp.train(**small, steps=1, checkpoint_dir=folder + "/none", resume=True).extra["first_step"],
+        "other data": said_by(fsdp.train, **small | dict(seq_len=16), steps=6, checkpoint_dir=folder, resume=True),
     }
 
 
@@ -191,6 +191,14 @@ def test_the_way_across_from_fsdp1_names_what_is_there():
 
 
 def test_the_command_line_has_every_choice():
-    told = parse(fsdp.train, "--method lora --reshard 2 --mesh 2x4 --offload --meta-init --clip 0.5".split())
-    assert (told["method"], told["reshard"], told["mesh"], told["clip"]) == ("lora", "2", "2x4", 0.5)
+    told = parse(
+        fsdp.train,
+        "--method lora --reshard-after-forward 2 --mesh 2x4 --offload --meta-init --max-grad-norm 0.5".split(),
+    )
+    assert (told["method"], told["reshard_after_forward"], told["mesh"], told["max_grad_norm"]) == (
+        "lora",
+        "2",
+        "2x4",
+        0.5,
+    )
     assert told["offload"] is told["meta_init"] is True and told["resume"] is False

@@ -21,7 +21,7 @@ PEAK = 0.05
 
 def measure(name, batch, seq_len, micro_batches, *, method, precision, optimizer, checkpointing, attention="flash"):
     """Two steps of a real model, the second one measured; (the model without its wrapper, bytes by category)."""
-    how = {"method": method, "precision": precision, "checkpointing": checkpointing, "attention": attention}
+    how = {"method": method, "precision": precision, "activation_checkpointing": checkpointing, "attention": attention}
     if name == "tied":
         model = building.prepare(tiny_llama(layers=2, vocab=8192, tie_embeddings=True), device="cpu", **how)
     else:

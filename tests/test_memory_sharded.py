@@ -35,7 +35,7 @@ ZERO = {
 }
 FSDP = {
     "fsdp": (dict(), {}),
-    "fsdp no reshard": (dict(reshard="no"), dict(reshard=False)),
+    "fsdp no reshard": (dict(reshard_after_forward="no"), dict(reshard=False)),
     "fsdp bf16-mixed": (dict(precision="bf16-mixed"), dict(precision="bf16-mixed")),
     "fsdp lora": (dict(method="lora", lora_rank=5), {}),
     "fsdp lora bf16-mixed": (dict(method="lora", lora_rank=4, precision="bf16-mixed"), dict(precision="bf16-mixed")),

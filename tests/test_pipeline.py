@@ -8,6 +8,7 @@ from functools import cache
 import cloudpickle
 import pytest
 import torch
+from parity import TOLERANCE, off_by, one_rank, refusals, train_each
 
 from course_lib.launch import launch
 from course_lib.models import tiny_llama
@@ -22,28 +23,25 @@ from course_lib.training.pipeline.stage import LlamaStage, split_layers, token_l
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 
 STEPS = 3
-SIZES = dict(steps=STEPS, global_batch=8, seq_len=16, micro_batches=8, layers=4, hidden=32)
+SIZES = dict(steps=STEPS, global_batch=8, seq_len=16, num_microbatches=8, layers=4, hidden=32)
 SGD = 2.0  # learning rate: Adam does not see a factor in all gradients, and steps this large show every mistake
-
-# fp32 rounds to 6e-8 of a value, and a batch's loss is a mean over its micro-batches'; up to 2e-7 seen.
-TOLERANCE = 1e-5
 
 ON_FOUR = {
     "naive": dict(schedule="naive"),
     "gpipe": dict(schedule="gpipe"),
     "1f1b": dict(pace=0.04, steps=4),
-    "interleaved": dict(schedule="interleaved", chunks=2, layers=8),
+    "interleaved": dict(schedule="interleaved", virtual_stages=2, layers=8),
     "zero_bubble": dict(schedule="zero_bubble"),
     "hand": dict(implementation="hand"),
 }
 ON_TWO = {
-    "naive": dict(schedule="naive", micro_batches=2),
-    "gpipe": dict(schedule="gpipe", micro_batches=1),
-    "1f1b": dict(layers=3, micro_batches=4),
-    "interleaved": dict(schedule="interleaved", chunks=2, micro_batches=4),
-    "zero_bubble": dict(schedule="zero_bubble", micro_batches=4),
-    "hand": dict(implementation="hand", micro_batches=1, steps=1),
-    "hand, 4": dict(implementation="hand", micro_batches=4),
+    "naive": dict(schedule="naive", num_microbatches=2),
+    "gpipe": dict(schedule="gpipe", num_microbatches=1),
+    "1f1b": dict(layers=3, num_microbatches=4),
+    "interleaved": dict(schedule="interleaved", virtual_stages=2, num_microbatches=4),
+    "zero_bubble": dict(schedule="zero_bubble", num_microbatches=4),
+    "hand": dict(implementation="hand", num_microbatches=1, steps=1),
+    "hand, 4": dict(implementation="hand", num_microbatches=4),
 }
 WRAPPERS = {
     "naive": "ScheduleGPipe", "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B",
@@ -55,29 +53,26 @@ WRONG = {  # on two ranks
     "no such schedule": (dict(schedule="1f1c"), "did you mean '1f1b'"),
     "no such implementation": (dict(implementation="head"), "did you mean 'hand'"),
     "by hand only 1f1b": (dict(implementation="hand", schedule="gpipe"), "implementation='hand' runs '1f1b' alone"),
-    "batch": (dict(micro_batches=3), "global_batch=8 does not divide into 3 micro-batches"),
+    "batch": (dict(num_microbatches=3), "global_batch=8 does not divide into 1 ranks x 3 micro-batches"),
     "layers": (dict(layers=1), "layers=1 are fewer than the 2 stages"),
-    "chunks": (dict(schedule="interleaved", chunks=3), "layers=4 do not divide into 2 ranks x 3 chunks"),
-    "groups": (dict(schedule="interleaved", chunks=2, micro_batches=1), "no multiple of 2 stages"),
-    "rounds": (dict(schedule="zero_bubble", micro_batches=5, global_batch=10), "in 2 equal rounds; take 6"),
-    "fewer micro-batches than stages": (dict(micro_batches=1), "micro_batches=1 are fewer than the 2 stages"),
+    "chunks": (
+        dict(schedule="interleaved", virtual_stages=3),
+        "layers=4 do not divide into 2 ranks x 3 virtual stages",
+    ),
+    "groups": (dict(schedule="interleaved", virtual_stages=2, num_microbatches=1), "not a multiple of the 2 ranks"),
+    "rounds": (dict(schedule="zero_bubble", num_microbatches=5, global_batch=10), "in 2 equal rounds; take 6"),
+    "fewer micro-batches than stages": (dict(num_microbatches=1), "num_microbatches=1 are fewer than the 2 stages"),
     "pace": (dict(pace=-1.0), "pace=-1.0"),
     "steps": (dict(steps=0), "steps=0"),
 }
 
 
 def several(settings, sgd):
-    torch.set_num_threads(1)
     if sgd:
         pipeline.build_optimizer = lambda parameters, _, lr: torch.optim.SGD(parameters, lr=SGD)
-    found = {name: pipeline.train(**SIZES | how) for name, how in settings.items()}
-    said = {}
-    for name, (how, _) in WRONG.items() if sgd else ():
-        try:
-            pipeline.train(**SIZES | how)
-        except ValueError as error:
-            said[name] = str(error)
-    return found, said
+    found = train_each(pipeline.train, {name: SIZES | how for name, how in settings.items()})
+    wrong = {name: lambda how=how: pipeline.train(**SIZES | how) for name, (how, _) in WRONG.items() if sgd}
+    return found, refusals(wrong)
 
 
 @pytest.fixture(scope="module")
@@ -89,39 +84,26 @@ def runs(private_tmp):
 
 
 @cache
-def one_rank(layers, sgd):
-    """Losses of one process on the whole batch, by a loop that knows nothing of stages."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    net = tiny_llama(layers=layers, hidden=32)
-    optimizer = torch.optim.SGD(net.parameters(), lr=SGD) if sgd else torch.optim.AdamW(net.parameters(), lr=1e-3)
-    losses = []
-    for step in range(4):
-        batch = sample_batch(step, global_batch=8, seq_len=16)
-        loss = net(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    torch.set_num_threads(threads)
-    return losses
+def expected_losses(layers, sgd):
+    how = dict(optimizer="sgd", lr=SGD) if sgd else {}
+    return one_rank(tiny_llama(layers=layers, hidden=32), steps=4, global_batch=8, seq_len=16, **how)[0]
 
 
 @pytest.mark.parametrize(("ranks", "name"), EVERY)
 def test_it_trains_as_one_rank_does(ranks, name, runs):
     how = SIZES | LAUNCHES[ranks][name]
-    losses = one_rank(how["layers"], ranks == 2)[: how["steps"]]
+    losses = expected_losses(how["layers"], ranks == 2)[: how["steps"]]
     for rank, (outcomes, _) in enumerate(runs[ranks]):
         outcome = outcomes[name]
         assert (outcome.rank, outcome.world_size, outcome.wrapper) == (rank, ranks, WRAPPERS[name])
-        assert max(abs(a / b - 1) for a, b in zip(outcome.losses, losses, strict=True)) < TOLERANCE
+        assert off_by(outcome.losses, losses) < TOLERANCE
         assert outcome.losses == runs[ranks][0][0][name].losses
 
 
 @pytest.mark.parametrize(("ranks", "name"), EVERY)
 def test_each_rank_runs_what_the_schedule_says_when_it_can(ranks, name, runs):
     how = LAUNCHES[ranks][name]
-    count, chunks = how.get("micro_batches", 8), how.get("chunks", 1)
+    count, chunks = how.get("num_microbatches", 8), how.get("virtual_stages", 1)
     extra = runs[ranks][0][0][name].extra
     ran = timeline(extra["events"])
     for rank, order in enumerate(orders(how.get("schedule", "1f1b"), ranks, count, chunks)):
@@ -189,6 +171,11 @@ def test_stages_one_after_another_are_the_model(one_thread):
 
 
 def test_the_command_line_has_every_choice():
-    told = parse(pipeline.train, ["--schedule", "gpipe", "--micro-batches", "2", "--pace", "0.5"])
-    assert (told["schedule"], told["micro_batches"], told["pace"], told["implementation"]) == ("gpipe", 2, 0.5, "torch")
-    assert set(parse(single.train, [])) - set(told) == {"accumulate"}
+    told = parse(pipeline.train, ["--schedule", "gpipe", "--num-microbatches", "2", "--pace", "0.5"])
+    assert (told["schedule"], told["num_microbatches"], told["pace"], told["implementation"]) == (
+        "gpipe",
+        2,
+        0.5,
+        "torch",
+    )
+    assert set(parse(single.train, [])) - set(told) == {"gradient_accumulation_steps"}

@@ -61,18 +61,18 @@ def test_the_line_of_torchrun_is_one_that_the_program_takes(name: str) -> None:
 def test_the_grid_and_the_batch_arrive() -> None:
     module, given = program_of(PROGRAMS["three_d"])
     assert (given["dp"], given["pp"], given["tp"], given["shard_data"]) == (4, 8, 2, True)
-    assert (given["global_batch"], given["micro_batches"], given["layers"]) == (64, 8, 8)
+    assert (given["global_batch"], given["num_microbatches"], given["layers"]) == (64, 8, 8)
     assert program_of(replace(PROGRAMS["three_d"], strategy="ddp"))[1]["shard_data"] is False
     assert program_of(PROGRAMS["pipeline_parallel"])[1] == {
-        "steps": 20, "global_batch": 8, "seq_len": 32, "schedule": "interleaved", "micro_batches": 4, "chunks": 3, "layers": 6,
+        "steps": 20, "global_batch": 8, "seq_len": 32, "schedule": "interleaved", "num_microbatches": 4, "virtual_stages": 3, "layers": 6,
     }  # fmt: skip
-    batch = {"steps": 20, "global_batch": 8, "seq_len": 32, "accumulate": 2}
+    batch = {"steps": 20, "global_batch": 8, "seq_len": 32, "gradient_accumulation_steps": 2}
     assert program_of(PROGRAMS["ddp"])[1] == batch
     assert program_of(PROGRAMS["zero"])[1] == batch | {
-        "stage": 3, "precision": "fp32", "offload": "all", "checkpointing": "full",
+        "stage": 3, "precision": "fp32", "offload": "all", "activation_checkpointing": "full",
     }  # fmt: skip
     assert program_of(PROGRAMS["fsdp"])[1] == batch | {
-        "method": "lora", "model": "tiny", "precision": "fp32", "offload": False, "checkpointing": "selective", "lora_rank": 16,
+        "method": "lora", "model": "tiny", "precision": "fp32", "offload": False, "activation_checkpointing": "selective", "lora_rank": 16,
     }  # fmt: skip
     assert program_of(PROGRAMS["context_parallel"])[1]["seq_len"] == 512  # the tiny model knows no longer ones
     real = program_of(a_plan("single", dp=1, on="rtx4090", **{k: v for k, v in LLAMA.items() if k != "on"}), model="x")

@@ -61,7 +61,7 @@ def by_the_files(folder, environments):
     for name, program in programs.items():
         os.environ.update(environments[name])
         AcceleratorState._reset_state(reset_partial_state=True)
-        accumulate = {} if name == "zero" else {"accumulate": 2}  # there the file says it
+        accumulate = {} if name == "zero" else {"gradient_accumulation_steps": 2}  # there the file says it
         told[name] = program.train(**SIZES, expect_ranks=2, **accumulate)
         for variable in environments[name]:
             del os.environ[variable]

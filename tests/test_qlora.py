@@ -14,7 +14,7 @@ from course_lib.training.finetune import qlora
 from course_lib.training.finetune.building import build_model, trainable
 from course_lib.training.finetune.qlora import Batch
 
-TINY = dict(model="tiny", seq_len=160, steps=3, micro_batch=2, held_out=2, lr=2e-3, precision="fp32")
+TINY = dict(model="tiny", seq_len=160, steps=3, micro_batch_size=2, held_out=2, lr=2e-3, precision="fp32")
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,9 +42,9 @@ def test_accumulation_is_the_big_batch_although_its_parts_have_different_numbers
     losses = [
         qlora.train(**TINY | cut, method="lora").losses
         for cut in (
-            dict(micro_batch=4, accumulate=1),
-            dict(micro_batch=2, accumulate=2),
-            dict(micro_batch=1, accumulate=4),
+            dict(micro_batch_size=4, gradient_accumulation_steps=1),
+            dict(micro_batch_size=2, gradient_accumulation_steps=2),
+            dict(micro_batch_size=1, gradient_accumulation_steps=4),
         )
     ]
     batches = qlora.shuffled(qlora.examples(byte_tokenizer(), "train", 160), 1, 160, 0)
@@ -130,7 +130,14 @@ def test_the_command_line_prints_one_line_of_json(capsys):
 
 def test_smollm2_learns_beside_four_bit_weights():
     outcome = qlora.train(
-        steps=2, micro_batch=1, accumulate=1, seq_len=96, held_out=1, lr=1e-3, precision="fp32", checkpointing="full"
+        steps=2,
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        seq_len=96,
+        held_out=1,
+        lr=1e-3,
+        precision="fp32",
+        activation_checkpointing="full",
     )
     assert outcome.extra["trainable"] == 4_884_480  # rank 16 beside 210 matrices
     assert outcome.extra["held_out_after"] < outcome.extra["held_out_before"] - 0.02

@@ -48,20 +48,20 @@ def refused(**changes) -> str:
 
 
 def four_ranks(root: str) -> dict:
-    return {"chain": resumable.train(**HOW, checkpoints=f"{root}/chain", stop_at=3)}
+    return {"chain": resumable.train(**HOW, checkpoint_dir=f"{root}/chain", stop_at=3)}
 
 
 def two_ranks(root: str) -> dict:
-    found = {"undisturbed": resumable.train(**HOW, checkpoints=f"{root}/undisturbed")}
-    found["chain"] = resumable.train(**HOW, checkpoints=f"{root}/chain", stop_at=CUT)
-    resumable.train(**HOW, checkpoints=f"{root}/cut", stop_at=CUT)
+    found = {"undisturbed": resumable.train(**HOW, checkpoint_dir=f"{root}/undisturbed")}
+    found["chain"] = resumable.train(**HOW, checkpoint_dir=f"{root}/chain", stop_at=CUT)
+    resumable.train(**HOW, checkpoint_dir=f"{root}/cut", stop_at=CUT)
     for lost in FORGET:
         on_every_rank(lambda lost=lost: shutil.copytree(f"{root}/cut", f"{root}/forgot-{lost}"))
-        found[lost] = resumable.train(**HOW, checkpoints=f"{root}/forgot-{lost}", forget=lost)
+        found[lost] = resumable.train(**HOW, checkpoint_dir=f"{root}/forgot-{lost}", forget=lost)
     found["all-reduce"] = resumable.train(**HOW, exact=False)
     found["skip"] = resumable.train(**SPIKY, on_spike="skip")
     watched = dict(
-        heartbeat=f"{root}/beats", heartbeat_every=1.0, tracker=f"{root}/tracked", checkpoints=f"{root}/watched"
+        heartbeat=f"{root}/beats", heartbeat_every=1.0, tracker=f"{root}/tracked", checkpoint_dir=f"{root}/watched"
     )
     found["watched"] = resumable.train(**HOW, **watched)
     found["full disk"] = full_disk(f"{root}/full")
@@ -70,31 +70,31 @@ def two_ranks(root: str) -> dict:
 
 def full_disk(folder: str) -> list:
     """Rank 0's files may not grow from here on, its journal included, until the last run."""
-    resumable.train(**HOW, checkpoints=folder, stop_at=3)
+    resumable.train(**HOW, checkpoint_dir=folder, stop_at=3)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 0:
         size = os.path.getsize(f"{folder}/journal.jsonl") + 100
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    full = resumable.train(**HOW, checkpoints=folder, stop_at=7)
+    full = resumable.train(**HOW, checkpoint_dir=folder, stop_at=7)
     kept = str(checkpoints.latest(folder))
-    said = refused(checkpoints=folder)
+    said = refused(checkpoint_dir=folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     dist.barrier()
-    return [full, os.path.basename(kept), said, resumable.train(**HOW, checkpoints=folder)]
+    return [full, os.path.basename(kept), said, resumable.train(**HOW, checkpoint_dir=folder)]
 
 
 def one_rank(root: str) -> dict:
-    found = {"chain": resumable.train(**HOW, checkpoints=f"{root}/chain")}
-    found["done"] = resumable.train(**HOW, checkpoints=f"{root}/chain")
-    found["no dropout"] = resumable.train(**{**HOW, "dropout": 0.0, "clip": 1.0})
+    found = {"chain": resumable.train(**HOW, checkpoint_dir=f"{root}/chain")}
+    found["done"] = resumable.train(**HOW, checkpoint_dir=f"{root}/chain")
+    found["no dropout"] = resumable.train(**{**HOW, "dropout": 0.0, "max_grad_norm": 1.0})
     for how in ("none", "skip", "rollback"):
-        resumable.train(**SPIKY, on_spike=how, checkpoints=f"{root}/{how}", stop_at=14)
-        found[how] = resumable.train(**SPIKY, on_spike=how, checkpoints=f"{root}/{how}")
-    found["early rollback"] = resumable.train(**HOW, on_spike="rollback", checkpoints=f"{root}/early")
-    chain = dict(checkpoints=f"{root}/chain")
+        resumable.train(**SPIKY, on_spike=how, checkpoint_dir=f"{root}/{how}", stop_at=14)
+        found[how] = resumable.train(**SPIKY, on_spike=how, checkpoint_dir=f"{root}/{how}")
+    found["early rollback"] = resumable.train(**HOW, on_spike="rollback", checkpoint_dir=f"{root}/early")
+    chain = dict(checkpoint_dir=f"{root}/chain")
     found["refused"] = {
         "diverged": refused(lr=1e30, on_spike="skip"),
-        "rolled back for ever": refused(lr=1e30, on_spike="rollback", checkpoints=f"{root}/diverged"),
+        "rolled back for ever": refused(lr=1e30, on_spike="rollback", checkpoint_dir=f"{root}/diverged"),
         "seed": refused(seed=1, **chain),
         "not resumed": refused(resume=False, **chain),
         "model": refused(hidden=64, **chain),
@@ -109,7 +109,7 @@ WRONG = [
     ("lr", -1.0, "lr=-1.0: give a learning rate"),
     ("lr", float("nan"), "lr=nan: give a learning rate"),
     ("dropout", 1.0, "dropout=1.0: give a share"),
-    ("clip", -1.0, "clip=-1.0: give a number"),
+    ("max_grad_norm", -1.0, "max_grad_norm=-1.0: give a number"),
     ("virtual_ranks", 3, "global_batch=4 does not divide into 3 equal shards"),
     ("on_spike", "panic", "on_spike='panic': choose one of 'none', 'skip', 'rollback'"),
     ("on_spike", "rollback", "on_spike='rollback' goes back to a checkpoint"),
@@ -321,7 +321,7 @@ def test_a_comparison_says_what_it_cannot_compare(runs, root, tmp_path):
     unsaved = [event for event in undisturbed if event["event"] != "saved"]
     assert compare_resume(unsaved, resumed)[0].startswith("step 4 was done with other random numbers (4 and 0): ")
     found = compare_resume(of(runs, 1, "no dropout"), resumed)  # an Outcome with its events; two changes at once
-    assert [sentence.split(" was ")[0] for sentence in found[:2]] == ["dropout", "clip"]
+    assert [sentence.split(" was ")[0] for sentence in found[:2]] == ["dropout", "max_grad_norm"]
 
 
 def test_a_comparison_without_a_cause_says_so(root, runs):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from functools import cache
 
 import cloudpickle
 import pytest
-import torch
+from parity import TOLERANCE, Runs, last_step, one_rank, refusals
 
 from course_lib.launch import RankFailed, launch
 from course_lib.models import tiny_llama
-from course_lib.models.data import sample_batch
 from course_lib.parallel.grid import Grid
 from course_lib.training import three_d
 from course_lib.training.command_line import parse
@@ -25,16 +23,12 @@ SIZES = dict(steps=STEPS, global_batch=8, seq_len=16, layers=2, hidden=32, lr=3e
 SGD = dict(optimizer="sgd", lr=0.5)  # Adam does not see a factor in all gradients; plain large steps show it
 WHOLE, NORMS = 90_272, 5 * 32  # numbers of the model, and of its norms, which every rank of a tp group holds
 
-# fp32 rounds to 6e-8 of a value, and sums over ranks come in another order: up to 1e-6 seen. Gradients summed over dp in
-# place of averaged are off by 0.1.
-TOLERANCE = 1e-5
-
 LAUNCHES = {
     1: {"alone": dict(dp=1, pp=1, tp=1)},
     4: {
         "dp pp": dict(dp=2, pp=2, tp=1) | SGD,
         "dp tp": dict(dp=2, pp=1, tp=2),
-        "pp tp": dict(dp=1, pp=2, tp=2, schedule="gpipe", micro_batches=4),
+        "pp tp": dict(dp=1, pp=2, tp=2, schedule="gpipe", num_microbatches=4),
         "copies": dict(dp=2, pp=2, tp=1, shard_data=False, layers=3) | SGD,  # 3 layers on 2 stages: 2 and 1
     },
     8: {"all": dict(dp=2, pp=2, tp=2)},
@@ -42,45 +36,21 @@ LAUNCHES = {
 EVERY = [(ranks, name) for ranks, settings in LAUNCHES.items() for name in settings]
 
 
-def several(settings):
-    torch.set_num_threads(1)
-    return {name: three_d.train(**{**SIZES, **how}) for name, how in settings.items()}
-
-
-class Runs(dict):
-    def __missing__(self, ranks):
-        self[ranks] = launch(several, LAUNCHES[ranks], ranks=ranks, quiet=True, timeout=280)
-        return self[ranks]
-
-
 @pytest.fixture(scope="module")
 def runs(private_tmp):
-    return Runs()
+    return Runs(three_d.train, LAUNCHES, SIZES)
 
 
 @cache
-def one_rank(layers, optimizer="adamw", lr=3e-2):
-    """Losses of one process on the whole batch, by a loop that knows of no axis."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def expected_losses(layers, optimizer="adamw", lr=3e-2):
     net = tiny_llama(seed=0, layers=layers, hidden=32)
-    update = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer](net.parameters(), lr=lr)
-    losses = []
-    for step in range(STEPS):
-        batch = sample_batch(step, global_batch=8, seq_len=16)
-        loss = net(input_ids=batch, labels=batch).loss
-        loss.backward()
-        update.step()
-        update.zero_grad()
-        losses.append(loss.item())
-    torch.set_num_threads(threads)
-    return losses
+    return one_rank(net, steps=STEPS, global_batch=8, seq_len=16, optimizer=optimizer, lr=lr)[0]
 
 
 @pytest.mark.parametrize(("ranks", "name"), EVERY)
 def test_it_trains_as_one_rank_does(ranks, name, runs):
     how = {**SIZES, **LAUNCHES[ranks][name]}
-    expected = one_rank(how["layers"], how.get("optimizer", "adamw"), how["lr"])
+    expected = expected_losses(how["layers"], how.get("optimizer", "adamw"), how["lr"])
     for rank, outcomes in enumerate(runs[ranks].results):
         outcome = outcomes[name]
         assert (outcome.rank, outcome.world_size) == (rank, ranks)
@@ -116,14 +86,6 @@ def test_who_holds_what(ranks, name, runs):
         assert sum(o.extra["local_elements"] for o in outcomes) == how["dp"] * total
 
 
-def last_step(run, rank):
-    """(kind, bytes, group) -> how often, in one rank's last step. Every step ends with a report to all of 4 bytes."""
-    told = [c for c in run.collectives if c.rank == rank]
-    everyone = len(run.results)
-    ends = [i for i, c in enumerate(told) if (c.kind, c.bytes, len(c.group)) == ("all_reduce", 4, everyone)]
-    return Counter((c.kind, c.bytes, c.group) for c in told[ends[-2] + 1 : ends[-1]])
-
-
 @pytest.mark.parametrize("rank", [0, 7])
 def test_each_axis_carries_its_own_traffic(rank, runs):
     grid = Grid(dp=2, pp=2, tp=2)
@@ -141,13 +103,7 @@ def test_each_axis_carries_its_own_traffic(rank, runs):
 
 
 def refuse(cases):
-    told = {}
-    for name, how in cases.items():
-        try:
-            three_d.train(**{**SIZES, **how})
-        except ValueError as error:
-            told[name] = str(error)
-    return told
+    return refusals({name: lambda how=how: three_d.train(**{**SIZES, **how}) for name, how in cases.items()})
 
 
 def test_misfits_get_a_sentence(private_tmp):
@@ -157,14 +113,14 @@ def test_misfits_get_a_sentence(private_tmp):
         "none": (dict(dp=0), "dp=0: give a whole number"),
         "layers": (fits | dict(layers=1), "layers=1 are fewer than the 2 stages"),
         "batch": (fits | dict(global_batch=9), "global_batch=9 does not divide into 1 ranks x 2 micro-batches"),
-        "data": (dict(dp=2, pp=1, tp=1, global_batch=6, micro_batches=2), "6 does not divide into 2 ranks x 2"),
-        "micro": (fits | dict(micro_batches=0), "accumulate=0|micro_batches=0"),
+        "data": (dict(dp=2, pp=1, tp=1, global_batch=6, num_microbatches=2), "6 does not divide into 2 ranks x 2"),
+        "micro": (fits | dict(num_microbatches=0), "gradient_accumulation_steps=0|num_microbatches=0"),
         "schedule": (fits | dict(schedule="1b1f"), "schedule='1b1f'"),
         "hidden": (fits | dict(hidden=30), "hidden=30 does not split into heads=4"),
     }
     told = launch(refuse, {name: how for name, (how, _) in cases.items()}, ranks=2, quiet=True).results[1]
     for name, (_, words) in cases.items():
-        assert any(word in told[name] for word in words.split("|")), (name, told.get(name))
+        assert any(word in told[name] for word in words.split("|")), (name, told[name])
     with pytest.raises(RankFailed, match="2 kv heads do not divide over 4 tensor-parallel ranks"):
         launch(three_d.train, dp=1, pp=1, tp=4, ranks=4, quiet=True)
 

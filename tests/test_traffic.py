@@ -123,13 +123,13 @@ def test_context_parallel():
 def programs():
     torch.set_num_threads(1)
     sizes = dict(steps=2, global_batch=4, seq_len=16)
-    ddp.train(accumulate=2, **sizes)  # it ends with a barrier of its own
-    fsdp.train(accumulate=2, sync_every_micro_batch=True, **sizes)
+    ddp.train(gradient_accumulation_steps=2, **sizes)  # it ends with a barrier of its own
+    fsdp.train(gradient_accumulation_steps=2, sync_every_micro_batch=True, **sizes)
     dist.barrier()
     query, keys = torch.randn(1, 4, 8, 6, requires_grad=True), torch.randn(2, 1, 2, 8, 6, requires_grad=True)
     ring_attention(query, keys[0], keys[1]).sum().backward()
     dist.barrier()
-    pipeline.train(implementation="hand", micro_batches=4, **sizes)
+    pipeline.train(implementation="hand", num_microbatches=4, **sizes)
 
 
 @pytest.fixture(scope="module")

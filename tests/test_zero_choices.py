@@ -19,7 +19,8 @@ if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed is not installed", allow_module_level=True)
 
 import test_zero
-from test_zero import BUCKET, NUMELS, ROTARY, SIZES, TOLERANCE, WEIGHTS, every_stage, off_by, oracle, share
+from parity import TOLERANCE, off_by, one_rank, refusals
+from test_zero import BUCKET, NUMELS, ROTARY, SIZES, WEIGHTS, every_stage, oracle, share
 
 from course_lib.training.sharded import accelerate_zero, zero
 from course_lib.training.sharded.zero_config import zero_config
@@ -48,21 +49,22 @@ def variants(folder, **kwargs):
     told = {
         "stage 2": go(stage=2),
         "stage 3": go(stage=3),
-        "2 micro-batches": go(stage=2, accumulate=2, clip=1e9),
-        "2 micro-batches at 1": go(stage=1, accumulate=2),
-        "clipped": go(stage=3, clip=0.5),
-        "clipped at 1": go(stage=1, clip=0.5),
+        "2 micro-batches": go(stage=2, gradient_accumulation_steps=2, max_grad_norm=1e9),
+        "2 micro-batches at 1": go(stage=1, gradient_accumulation_steps=2),
+        "clipped": go(stage=3, max_grad_norm=0.5),
         "larger bucket": go(stage=2, bucket_elements=20 * BUCKET, steps=2),
         "optimizer on the host": go(stage=2, offload="optimizer"),
         "all on the host": go(stage=3, offload="all"),
-        "checkpointed": go(stage=3, checkpointing="full"),
+        "checkpointed": go(stage=3, activation_checkpointing="full"),
         "bf16": go(stage=2, precision="bf16"),
         "user's file": go(config_file=user),
-        "accelerate": accelerate_zero.train(stage=3, accumulate=2, expect_ranks=2, bucket_elements=BUCKET, **kwargs),
+        "accelerate": accelerate_zero.train(
+            stage=3, gradient_accumulation_steps=2, expect_ranks=2, bucket_elements=BUCKET, **kwargs
+        ),
     }
-    go(stage=2, steps=2, save_every=2, checkpoints=f"{folder}/saved")
-    told["resumed"] = go(stage=2, resume=True, checkpoints=f"{folder}/saved")
-    return told, unnamed_bytes(kwargs), refusals(kwargs, folder)
+    go(stage=2, steps=2, save_every=2, checkpoint_dir=f"{folder}/saved")
+    told["resumed"] = go(stage=2, resume=True, checkpoint_dir=f"{folder}/saved")
+    return told, unnamed_bytes(kwargs), refused(kwargs, folder)
 
 
 def unnamed_bytes(sizes):
@@ -91,7 +93,7 @@ def unnamed_bytes(sizes):
     return found
 
 
-def refusals(sizes, folder):
+def refused(sizes, folder):
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.state import AcceleratorState
 
@@ -120,7 +122,7 @@ def refusals(sizes, folder):
         "nvme": lambda: zero.train(**sizes, stage=3, offload="nvme", nvme_path=folder),
         "no folder": lambda: zero.train(**sizes, save_every=1),
         "no steps left": lambda: zero.train(
-            **{**sizes, "steps": 2}, resume=True, checkpoints=f"{folder}/saved", bucket_elements=BUCKET
+            **{**sizes, "steps": 2}, resume=True, checkpoint_dir=f"{folder}/saved", bucket_elements=BUCKET
         ),
     }
     from deepspeed.accelerator import get_accelerator
@@ -128,35 +130,12 @@ def refusals(sizes, folder):
 
     get_accelerator().is_fp16_supported = lambda: False  # as most CPUs
     AsyncIOBuilder.is_compatible = lambda self, verbose=False: False  # as a machine without libaio
-    said = {}
-    for name, call in calls.items():
-        try:
-            call()
-            said[name] = "nothing"
-        except (ValueError, RuntimeError) as error:
-            said[name] = f"{type(error).__name__}: {error}"
-    return said
+    return refusals(calls)
 
 
 @pytest.fixture(scope="module")
 def more(private_tmp, tmp_path_factory):
     return launch(variants, str(tmp_path_factory.mktemp("zero")), ranks=2, quiet=True, timeout=290, **SHORT)
-
-
-def by_hand(clip):
-    """(losses, gradient norms before clipping) of a plain loop."""
-    model = tiny_llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses, norms = [], []
-    for step in range(SHORT["steps"]):
-        batch = sample_batch(step, global_batch=12, seq_len=16)
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, norms
 
 
 EXACT = [
@@ -172,14 +151,13 @@ def test_no_choice_changes_the_training(name, more, oracle):
 
 
 def test_gradients_are_means_and_clipping_clips(more):
-    losses, norms = by_hand(clip=0.5)
-    whole_losses, whole_norms = by_hand(clip=1e9)
+    losses, norms = one_rank(tiny_llama(), **SHORT, max_grad_norm=0.5)
+    whole_losses, whole_norms = one_rank(tiny_llama(), **SHORT, max_grad_norm=1e9)
     assert off_by(losses, whole_losses) > 1e-5  # a difference that the tolerance below would not let pass
     for told, *_ in more.results:
         assert told["2 micro-batches"].extra["gradient_norms"] == pytest.approx(whole_norms, rel=1e-4)
-        for name in ("clipped", "clipped at 1"):
-            assert told[name].extra["gradient_norms"] == pytest.approx(norms, rel=1e-4)
-            assert off_by(told[name].losses, losses) < 2e-6
+        assert told["clipped"].extra["gradient_norms"] == pytest.approx(norms, rel=1e-4)
+        assert off_by(told["clipped"].losses, losses) < 2e-6
 
 
 def test_the_bucket_is_in_the_peak_and_nowhere_else(more):

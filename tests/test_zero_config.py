@@ -41,7 +41,7 @@ def test_a_good_one_passes_and_is_left_as_it_was():
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_is_written_for_a_stage(stage):
-    config = zero_config(stage, ranks=2, global_batch=24, accumulate=3, lr=0.5, clip=2.0)
+    config = zero_config(stage, ranks=2, global_batch=24, gradient_accumulation_steps=3, lr=0.5, max_grad_norm=2.0)
     check_config(json.loads(json.dumps(config)), ranks=2)  # plain JSON
     assert batch_sizes(config, ranks=2) == (24, 4, 3)
     assert config["gradient_clipping"] == 2.0 and config["zero_optimization"]["stage"] == stage
@@ -81,7 +81,7 @@ def test_offload_and_precision_and_buckets_arrive():
         (dict(stage=2, global_batch=7), "global_batch=7 does not divide into 2 ranks"),
         (dict(stage=2, bucket_elements=0), "bucket_elements=0: give a whole number of at least 1"),
         (dict(stage=3, prefetch_elements=-1), "prefetch_elements=-1: give a whole number of at least 0"),
-        (dict(stage=1, clip=-1.0), "clip=-1.0: give the longest"),
+        (dict(stage=1, max_grad_norm=-1.0), "max_grad_norm=-1.0: give the longest"),
     ],
 )
 def test_arguments_that_cannot_be(arguments, words):

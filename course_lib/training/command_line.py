@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from course_lib.launch import process_group
-from course_lib.training.outcome import Outcome
+from course_lib.observe import Outcome
 
 
 def parse(train: Callable[..., Any], argv: Sequence[str] | None = None) -> dict[str, Any]:

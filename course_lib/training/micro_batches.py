@@ -1,18 +1,23 @@
 """How an optimizer step's batch is cut into equal micro-batches; every training program of the course asks here."""
 
+from course_lib.validation import check_counts
 
-def micro_batch_size(*, steps: int, global_batch: int, ranks: int = 1, accumulate: int = 1) -> int:
+
+def micro_batch_size(*, steps: int, global_batch: int, ranks: int = 1, gradient_accumulation_steps: int = 1) -> int:
     """Sequences that one rank trains on at a time.
 
     Raises:
         ValueError: no steps, or a batch that does not divide into ranks times micro-batches.
     """
-    for name, value in (("steps", steps), ("global_batch", global_batch), ("ranks", ranks), ("accumulate", accumulate)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: give a whole number of at least 1.")
-    if global_batch % (ranks * accumulate):
+    check_counts(
+        steps=steps,
+        global_batch=global_batch,
+        ranks=ranks,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+    )
+    if global_batch % (ranks * gradient_accumulation_steps):
         raise ValueError(
-            f"global_batch={global_batch} does not divide into {ranks} ranks x {accumulate} micro-batches: the average "
+            f"global_batch={global_batch} does not divide into {ranks} ranks x {gradient_accumulation_steps} micro-batches: the average "
             "over unequal parts would weigh sequences unequally."
         )
-    return global_batch // (ranks * accumulate)
+    return global_batch // (ranks * gradient_accumulation_steps)

@@ -6,14 +6,19 @@ import torch
 
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe import observe
+from course_lib.observe import Outcome, observe
 from course_lib.training.command_line import run
 from course_lib.training.micro_batches import micro_batch_size
-from course_lib.training.outcome import Outcome
 
 
 def train(
-    *, steps: int = 20, global_batch: int = 8, seq_len: int = 128, lr: float = 1e-3, accumulate: int = 1, seed: int = 0
+    *,
+    steps: int = 20,
+    global_batch: int = 8,
+    seq_len: int = 128,
+    lr: float = 1e-3,
+    gradient_accumulation_steps: int = 1,
+    seed: int = 0,
 ) -> Outcome:
     """Train the tiny Llama on one device.
 
@@ -22,30 +27,30 @@ def train(
         global_batch: sequences in one optimizer step.
         seq_len: tokens a sequence.
         lr: AdamW's learning rate.
-        accumulate: micro-batches into which the batch is cut, one after another.
+        gradient_accumulation_steps: micro-batches into which the batch is cut, one after another.
         seed: of the weights and of the order of the data.
 
     Raises:
         ValueError: no steps, or the batch does not divide into the micro-batches.
     """
-    micro_batch_size(steps=steps, global_batch=global_batch, accumulate=accumulate)
+    micro_batch_size(steps=steps, global_batch=global_batch, gradient_accumulation_steps=gradient_accumulation_steps)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = tiny_llama(seed=seed).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    seen = observe(model, optimizer)
+    observation = observe(model, optimizer)
     losses = []
     for step in range(steps):
         batch = sample_batch(step, global_batch=global_batch, seq_len=seq_len, seed=seed).to(device)
-        with seen.step(tokens=batch.numel()):
+        with observation.step(tokens=batch.numel()):
             total = 0.0
-            for micro_batch in batch.chunk(accumulate):
-                loss = model(input_ids=micro_batch, labels=micro_batch).loss / accumulate
+            for micro_batch in batch.chunk(gradient_accumulation_steps):
+                loss = model(input_ids=micro_batch, labels=micro_batch).loss / gradient_accumulation_steps
                 loss.backward()
                 total += loss.item()
             optimizer.step()
             optimizer.zero_grad()
         losses.append(total)
-    return Outcome(losses, type(model).__name__, 0, 1, seen.median_step, seen.tokens_per_second, seen.memory)
+    return observation.outcome(losses, type(model).__name__)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from course_lib.launch import rank_device
 from course_lib.models import load, tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe import observe, sent_bytes
+from course_lib.observe import Outcome, observe
 from course_lib.parallel.grid import Grid
 from course_lib.training.command_line import run
 from course_lib.training.data_parallel.gradients import all_reduce_gradients, local
-from course_lib.training.finetune.building import build_optimizer, choose
+from course_lib.training.finetune.building import build_optimizer
 from course_lib.training.micro_batches import micro_batch_size
-from course_lib.training.outcome import Outcome
 from course_lib.training.pipeline.stage import LlamaStage, split_layers, token_loss
 from course_lib.training.tensor.divisibility import check_split
 from course_lib.training.tensor.dtensor import shard_tensors
+from course_lib.validation import pick
 
 AXES = ("pp", "dp", "tp")  # slowest first: neighbours in rank are neighbours along tp
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -43,7 +44,7 @@ def train(
     steps: int = 20,
     global_batch: int = 8,
     seq_len: int = 128,
-    micro_batches: int = 2,
+    num_microbatches: int = 2,
     layers: int = 4,
     hidden: int = 128,
     heads: int = 4,
@@ -60,7 +61,7 @@ def train(
         schedule: of the pipeline: "1f1b" or "gpipe".
         shard_data: True shards weights, gradients and optimizer state along dp (FSDP2); False keeps copies, whose
             gradients are averaged as DDP's are.
-        micro_batches: into which a stage's share of the batch is cut.
+        num_microbatches: into which a stage's share of the batch is cut.
         layers, hidden, heads, kv_heads: of the tiny model.
         optimizer: "adamw" or "sgd"; the second also shows gradients that are too large by a factor, Adam hides them.
         steps, global_batch, seq_len, lr, seed: as in ``course_lib.training.data_parallel.ddp``.
@@ -72,12 +73,12 @@ def train(
 
     Raises:
         ValueError: a grid that does not multiply to the ranks; more stages than layers; heads, kv heads or vocabulary
-            that do not divide over tp; a batch that does not divide into dp x micro_batches; an unknown schedule; a
+            that do not divide over tp; a batch that does not divide into dp x num_microbatches; an unknown schedule; a
             pipeline of a model whose output layer is its embedding.
     """
-    choose("schedule", schedule, SCHEDULES)
+    pick("schedule", schedule, SCHEDULES)
     grid = Grid(dp=dp, pp=pp, tp=tp).check(dist.get_world_size())
-    micro_batch_size(steps=steps, global_batch=global_batch, ranks=dp, accumulate=micro_batches)
+    micro_batch_size(steps=steps, global_batch=global_batch, ranks=dp, gradient_accumulation_steps=num_microbatches)
     if model == "tiny":
         numbers = split_layers(layers, pp)
         whole = tiny_llama(seed=seed, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads)
@@ -92,24 +93,23 @@ def train(
     check_split(whole.config, tp)
     total_elements = sum(p.numel() for p in whole.parameters())
 
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
+    device = rank_device()
     mesh = init_device_mesh(device.type, tuple(getattr(grid, axis) for axis in AXES), mesh_dim_names=AXES)
     at = dict(zip(AXES, mesh.get_coordinate(), strict=True))
     part = split(whole, mesh, numbers[at["pp"]], device, shard_data=shard_data)
     del whole  # a rank keeps its part alone
     update = build_optimizer(part.parameters(), optimizer, lr)
     stage = PipelineStage(part, at["pp"], pp, device, group=mesh["pp"].get_group())
-    pipeline = SCHEDULES[schedule](stage, n_microbatches=micro_batches, loss_fn=token_loss)
+    pipeline = SCHEDULES[schedule](stage, n_microbatches=num_microbatches, loss_fn=token_loss)
 
-    seen = observe(part, update)
-    losses, sent = [], []
+    observation = observe(part, update)
+    losses = []
     for step in range(steps):
         # One batch for all ranks of a dp coordinate: those of a tp group compute on the same tokens, each its heads
         batch = sample_batch(
             step, global_batch=global_batch, seq_len=seq_len, rank=at["dp"], world_size=dp, seed=seed
         ).to(device)
-        sent.append(sent_bytes())
-        with seen.step(tokens=batch.numel()):
+        with observation.step(tokens=batch.numel()):
             parts: list[torch.Tensor] = []
             pipeline.step(  # cuts the batch, runs forward and backward passes, sends and receives in between
                 *([batch] if stage.is_first else []),
@@ -120,24 +120,19 @@ def train(
                 all_reduce_gradients(part.parameters(), mesh["dp"].get_group(), mean=True)  # what DDP does
             update.step()
             update.zero_grad()
-        sent.append(sent_bytes())
         counted = stage.is_last and at["tp"] == 0  # the others know no loss, or the same one
         loss = torch.stack(parts).mean().detach() if counted else torch.zeros((), device=device)
         dist.all_reduce(loss)  # for the report only
         losses.append(loss.item() / dp)
-    steps_sent = [b - a for a, b in zip(sent[::2], sent[1::2], strict=True) if a is not None and b is not None]
-    late = steps_sent[len(steps_sent) // 2 :]
-    return Outcome(
-        losses, type(part).__name__, dist.get_rank(), grid.size, seen.median_step, seen.tokens_per_second, seen.memory,
-        wire_bytes=sum(late) / len(late) if late else None,
-        extra={
-            "coordinates": at,
-            "axes": {axis: dist.get_process_group_ranks(mesh[axis].get_group()) for axis in AXES},
-            "stage_layers": list(numbers[at["pp"]]),
-            "total_elements": total_elements,
-            **held(part, numbers[at["pp"]][0]),
-        },
-    )  # fmt: skip
+    return observation.outcome(
+        losses,
+        type(part).__name__,
+        coordinates=at,
+        axes={axis: dist.get_process_group_ranks(mesh[axis].get_group()) for axis in AXES},
+        stage_layers=list(numbers[at["pp"]]),
+        total_elements=total_elements,
+        **held(part, numbers[at["pp"]][0]),
+    )
 
 
 def split(model: Any, mesh: DeviceMesh, layers: range, device: torch.device, *, shard_data: bool) -> LlamaStage:

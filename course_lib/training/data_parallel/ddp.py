@@ -26,7 +26,7 @@ def train(
     global_batch: int = 8,
     seq_len: int = 128,
     lr: float = 1e-3,
-    accumulate: int = 1,
+    gradient_accumulation_steps: int = 1,
     bucket_cap_mb: float | None = None,
     sync_every_micro_batch: bool = False,
     seed: int = 0,
@@ -39,9 +39,9 @@ def train(
         global_batch: sequences in one optimizer step, over all ranks and micro-batches.
         seq_len: tokens a sequence.
         lr: AdamW's learning rate.
-        accumulate: micro-batches a rank; gradients travel only with the last one.
+        gradient_accumulation_steps: micro-batches a rank; gradients travel only with the last one.
         bucket_cap_mb: size of a gradient bucket, MiB; None takes DDP's own: 25, and 1 for the first.
-        sync_every_micro_batch: leave out ``no_sync``: the same losses for ``accumulate`` times the traffic.
+        sync_every_micro_batch: leave out ``no_sync``: the same losses for that many times the traffic.
         seed: of the weights and of the order of the data.
         save_to: file for rank 0 to save the weights in; empty to save nothing.
 
@@ -49,7 +49,12 @@ def train(
         ValueError: no steps, or the batch does not divide into ranks times micro-batches.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    micro_batch_size(steps=steps, global_batch=global_batch, ranks=world_size, accumulate=accumulate)
+    micro_batch_size(
+        steps=steps,
+        global_batch=global_batch,
+        ranks=world_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+    )
     device = rank_device()
     # DDP broadcasts rank 0's weights when it wraps the model, so the ranks' own seeds need not agree
     model = DistributedDataParallel(tiny_llama(seed=seed + rank).to(device), bucket_cap_mb=bucket_cap_mb)
@@ -61,11 +66,11 @@ def train(
         ).to(device)
         with observation.step(tokens=batch.numel()):
             total = torch.zeros((), device=device)
-            micro_batches = batch.chunk(accumulate)
+            micro_batches = batch.chunk(gradient_accumulation_steps)
             for i, micro_batch in enumerate(micro_batches):
                 last = i == len(micro_batches) - 1
                 with nullcontext() if last or sync_every_micro_batch else model.no_sync():
-                    loss = model(input_ids=micro_batch, labels=micro_batch).loss / accumulate
+                    loss = model(input_ids=micro_batch, labels=micro_batch).loss / gradient_accumulation_steps
                     loss.backward()  # the all-reduces start in here, bucket by bucket
                 total += loss.detach()
             optimizer.step()

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from course_lib.models import tiny_llama
 from course_lib.models.data import GlobalBatches
+from course_lib.observe import Outcome
 from course_lib.training.command_line import run
 from course_lib.training.micro_batches import micro_batch_size
-from course_lib.training.outcome import Outcome
 
 
 class TinyLlama(lightning.LightningModule):
@@ -94,7 +94,7 @@ def train(
         if trainer.global_rank == 0:
             with open(module.report) as file:
                 losses, wrapper, world_size = json.load(file)
-    return Outcome(losses, wrapper, trainer.global_rank, world_size, 0.0, 0.0, {})
+    return Outcome(losses, wrapper, trainer.global_rank, world_size, median_step=0.0, tokens_per_second=0.0, memory={})
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def scaling(
     *,
     compute_seconds: float = 0.2,
     steps: int = 6,
-    accumulate: int = 1,
+    gradient_accumulation_steps: int = 1,
     adapters: bool = False,
     seq_len: int = 32,
     how: str | None = None,
@@ -65,7 +65,7 @@ def scaling(
         link: of each host, as in ``emulated_hosts``.
         compute_seconds: slept in each micro-batch, in the place of computing.
         steps: optimizer steps, at least 3.
-        accumulate: micro-batches a step; gradients travel once a step.
+        gradient_accumulation_steps: micro-batches a step; gradients travel once a step.
         adapters: train LoRA adapters of rank 2 instead of all weights.
         seq_len: tokens of a micro-batch on a host.
         how: "namespaces", "delay" or None, as in ``emulated_hosts``.
@@ -73,17 +73,17 @@ def scaling(
     Raises:
         ValueError: steps below 3, numbers out of range, an unknown link.
     """
-    positive(compute_seconds=compute_seconds, seq_len=seq_len, accumulate=accumulate)
+    positive(compute_seconds=compute_seconds, seq_len=seq_len, gradient_accumulation_steps=gradient_accumulation_steps)
     if steps < 3:
         raise ValueError(f"steps={steps}: the first two are warm-up, so take at least 3.")
     with emulated_hosts(hosts, 1, link, how=how) as machines:
         run = machines.launch(
-            train, steps=steps, compute_seconds=compute_seconds, accumulate=accumulate, adapters=adapters,
+            train, steps=steps, compute_seconds=compute_seconds, gradient_accumulation_steps=gradient_accumulation_steps, adapters=adapters,
             seq_len=seq_len, threads=1, quiet=True, timeout=600,
         )  # fmt: skip
         times = [max(of_ranks) for of_ranks in zip(*(result[0] for result in run.results), strict=True)]
         step = statistics.median(times[2:])
-        tokens = hosts * accumulate * seq_len
+        tokens = hosts * gradient_accumulation_steps * seq_len
         emulation = f"{machines} Computing: {compute_seconds * 1e3:g} ms of sleep a micro-batch."
     return Scaling(hosts, tokens / step, step, run.results[0][2], run.results[0][1], emulation)
 
@@ -94,7 +94,7 @@ def expected_step(
     *,
     gradient_bytes: int,
     compute_seconds: float = 0.2,
-    accumulate: int = 1,
+    gradient_accumulation_steps: int = 1,
     layers: int = 4,
 ) -> float:
     """Seconds of a step by arithmetic: computing, and what of the all-reduce does not hide under it.
@@ -104,11 +104,11 @@ def expected_step(
     """
     wire = seconds("ring", "all_reduce", hosts, gradient_bytes, link)
     hidden = compute_seconds * 2 / 3 * (layers - 1) / layers
-    return accumulate * compute_seconds + max(wire - hidden, wire / layers)
+    return gradient_accumulation_steps * compute_seconds + max(wire - hidden, wire / layers)
 
 
 def train(
-    *, steps: int, compute_seconds: float, accumulate: int, adapters: bool, seq_len: int
+    *, steps: int, compute_seconds: float, gradient_accumulation_steps: int, adapters: bool, seq_len: int
 ) -> tuple[list[float], list[float], int]:
     """One rank of the comparison; the process group must be up. Returns seconds and losses by step, and gradient bytes."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -125,14 +125,18 @@ def train(
     times, losses = [], []
     for step in range(steps):
         batch = sample_batch(
-            step, global_batch=world_size * accumulate, seq_len=seq_len, rank=rank, world_size=world_size
+            step,
+            global_batch=world_size * gradient_accumulation_steps,
+            seq_len=seq_len,
+            rank=rank,
+            world_size=world_size,
         )
         dist.barrier()  # so that a step's time is that of the step, and not of a rank that came late to it
         total = torch.zeros(())
         began = time.perf_counter()
         for i, micro_batch in enumerate(batch.split(1)):
-            with nullcontext() if i == accumulate - 1 else model.no_sync():
-                loss = model(input_ids=micro_batch, labels=micro_batch).loss / accumulate
+            with nullcontext() if i == gradient_accumulation_steps - 1 else model.no_sync():
+                loss = model(input_ids=micro_batch, labels=micro_batch).loss / gradient_accumulation_steps
                 loss.backward()
             total += loss.detach()
         optimizer.step()

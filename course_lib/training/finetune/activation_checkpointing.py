@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-CHECKPOINTING = ("none", "selective", "full")
 SHORT = 64  # a result of a product over so few numbers is cheap to have again: LoRA's B(...), as wide as the layer
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

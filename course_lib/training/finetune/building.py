@@ -1,4 +1,4 @@
-"""How a fine-tune on one device is put together: weights, precision, adapters, checkpointing, optimizer.
+"""How a fine-tune on one device is put together: weights, precision, adapters, activation checkpointing, optimizer.
 
 Which dtype every tensor has (16 is bf16 or fp16, whichever the precision names):
 
@@ -22,19 +22,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
 
+from course_lib.choices import check_choice
 from course_lib.models import load, tiny_llama
 from course_lib.training.finetune import nf4_on_cpu
-from course_lib.training.finetune.activation_checkpointing import CHECKPOINTING, set_checkpointing
+from course_lib.training.finetune.activation_checkpointing import set_checkpointing
 
-METHODS = ("full", "lora", "qlora")
-PRECISIONS = ("fp32", "bf16-mixed", "fp16-mixed", "bf16")
 ATTENTIONS = {"flash": "sdpa", "eager": "eager"}  # sdpa picks a kernel that never writes the T x T scores
-OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit", "sgd")
 
 
 class Dtypes(NamedTuple):
@@ -47,8 +44,8 @@ class Dtypes(NamedTuple):
 
 def dtypes(method: str, precision: str) -> Dtypes:
     """The table above. Raises ValueError for an unknown method or precision."""
-    choose("method", method, METHODS)
-    choose("precision", precision, PRECISIONS)
+    check_choice("method", method)
+    check_choice("precision", precision)
     if precision == "fp32":
         return Dtypes(torch.float32, torch.float32, torch.float32)
     if precision == "bf16":
@@ -63,7 +60,7 @@ def build_model(
     method: str = "full",
     precision: str = "fp32",
     attention: str = "flash",
-    checkpointing: str = "none",
+    activation_checkpointing: str = "none",
     lora_rank: int = 16,
     lora_alpha: float = 32,
     seed: int = 0,
@@ -77,7 +74,7 @@ def build_model(
             beside weights in NF4.
         precision: "fp32", "bf16-mixed", "fp16-mixed", "bf16"; see the table on top. Mixed ones compute under `autocast`.
         attention: "flash" (transformers' "sdpa") or "eager", which writes the T x T scores.
-        checkpointing: "none", "selective", "full"; see `course_lib.training.finetune.activation_checkpointing`.
+        activation_checkpointing: "none", "selective", "full"; see `course_lib.training.finetune.activation_checkpointing`.
         lora_rank, lora_alpha: an adapter adds lora_alpha / lora_rank * B(A(x)).
         seed: of the adapters, and of the tiny model's weights.
         device: None takes the GPU where there is one.
@@ -87,12 +84,12 @@ def build_model(
         course_lib.models.ModelNotAvailable: the model is not to be had.
     """
     device = pick_device(device)
-    check(method=method, precision=precision, attention=attention, checkpointing=checkpointing, lora_rank=lora_rank,
+    check(method=method, precision=precision, attention=attention, activation_checkpointing=activation_checkpointing, lora_rank=lora_rank,
           device=device)  # fmt: skip
     model, tokenizer = load(name, dtype=torch.float32 if name == "tiny" else dtypes(method, precision).weights)
     if name == "tiny":
         model = tiny_llama(seed=seed)
-    return prepare(model, method=method, precision=precision, attention=attention, checkpointing=checkpointing,
+    return prepare(model, method=method, precision=precision, attention=attention, activation_checkpointing=activation_checkpointing,
                    lora_rank=lora_rank, lora_alpha=lora_alpha, seed=seed, device=device), tokenizer  # fmt: skip
 
 
@@ -102,7 +99,7 @@ def prepare(
     method: str = "full",
     precision: str = "fp32",
     attention: str = "flash",
-    checkpointing: str = "none",
+    activation_checkpointing: str = "none",
     lora_rank: int = 16,
     lora_alpha: float = 32,
     seed: int = 0,
@@ -114,7 +111,7 @@ def prepare(
     `storage` is for "qlora", as in `quantize_linears`.
     """
     device = pick_device(device)
-    check(method=method, precision=precision, attention=attention, checkpointing=checkpointing, lora_rank=lora_rank,
+    check(method=method, precision=precision, attention=attention, activation_checkpointing=activation_checkpointing, lora_rank=lora_rank,
           device=device)  # fmt: skip
     kinds = dtypes(method, precision)
     model.config.use_cache = False  # keys and values of earlier tokens: for generating, not for training
@@ -125,7 +122,7 @@ def prepare(
     model.to(device)
     if method != "full":
         model = add_adapters(model, lora_rank, lora_alpha, kinds.trained, seed)
-    set_checkpointing(model, checkpointing)
+    set_checkpointing(model, activation_checkpointing)
     return model.train()
 
 
@@ -210,7 +207,7 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], name: str, lr: flo
     numbers, bitsandbytes' own exception. "paged_adamw8bit" has its states in memory that CUDA moves to the host when the
     card is full; on a CPU it is "adamw8bit". "sgd" has no state. Raises ValueError for another name.
     """
-    choose("optimizer", name, OPTIMIZERS)
+    check_choice("optimizer", name)
     parameters = list(parameters)
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, fused=True)
@@ -227,7 +224,7 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], name: str, lr: flo
 
 def autocast(precision: str, device: str | torch.device) -> torch.autocast:
     """Around forward pass and loss: matrix products in 16 bits under a mixed precision, nothing at all under others."""
-    choose("precision", precision, PRECISIONS)
+    check_choice("precision", precision)
     mixed = precision.endswith("-mixed")
     compute = torch.float16 if precision == "fp16-mixed" else torch.bfloat16
     return torch.autocast(torch.device(device).type, dtype=compute, enabled=mixed)
@@ -235,7 +232,7 @@ def autocast(precision: str, device: str | torch.device) -> torch.autocast:
 
 def grad_scaler(precision: str, device: str | torch.device) -> torch.amp.GradScaler:
     """Keeps small gradients above fp16's smallest number; for other precisions it passes everything through."""
-    choose("precision", precision, PRECISIONS)
+    check_choice("precision", precision)
     return torch.amp.GradScaler(torch.device(device).type, enabled=precision == "fp16-mixed")
 
 
@@ -250,24 +247,14 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def choose(what: str, value: str, options: Iterable[str]) -> None:
-    """Raise ValueError, with the nearest name, unless `value` is one of `options`."""
-    options = list(options)
-    if value not in options:
-        started = [option for option in options if value and option.startswith(str(value))]
-        near = started or get_close_matches(str(value).lower(), options, 1, 0.3)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"{what}={value!r}: {hint}Choose one of {', '.join(options)}.")
-
-
 def check(
-    *, method: str, precision: str, attention: str, checkpointing: str, lora_rank: int, device: torch.device
+    *, method: str, precision: str, attention: str, activation_checkpointing: str, lora_rank: int, device: torch.device
 ) -> None:
     """Raise ValueError, one sentence, for choices that do not exist or do not go together on this device."""
-    choose("method", method, METHODS)
-    choose("precision", precision, PRECISIONS)
-    choose("attention", attention, ATTENTIONS)
-    choose("checkpointing", checkpointing, CHECKPOINTING)
+    check_choice("method", method)
+    check_choice("precision", precision)
+    check_choice("attention", attention)
+    check_choice("activation_checkpointing", activation_checkpointing)
     if method == "qlora" and lora_rank == 0:
         raise ValueError(
             "lora_rank=0 leaves qlora nothing to train, for 4-bit weights cannot be: give a rank such as 16."

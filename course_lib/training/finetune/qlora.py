@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from course_lib.models.data import IGNORED, chat_examples, instructions
-from course_lib.observe import observe, tensor_bytes
+from course_lib.observe import Outcome, observe, tensor_bytes
 from course_lib.training.command_line import run
 from course_lib.training.finetune.building import (
     autocast,
@@ -20,9 +20,9 @@ from course_lib.training.finetune.building import (
     quantization_constants,
     trainable,
 )
-from course_lib.training.outcome import Outcome
+from course_lib.validation import check_counts
 
-Batch = dict[str, torch.Tensor]  # input_ids and labels, int64 (micro_batch, seq_len)
+Batch = dict[str, torch.Tensor]  # input_ids and labels, int64 (micro_batch_size, seq_len)
 
 
 def train(
@@ -30,13 +30,13 @@ def train(
     model: str = "smollm2",
     method: str = "qlora",
     steps: int = 20,
-    micro_batch: int = 2,
-    accumulate: int = 2,
+    micro_batch_size: int = 2,
+    gradient_accumulation_steps: int = 2,
     seq_len: int = 128,
     lr: float = 5e-4,
     precision: str = "auto",
     optimizer: str = "adamw",
-    checkpointing: str = "none",
+    activation_checkpointing: str = "none",
     attention: str = "flash",
     lora_rank: int = 16,
     held_out: int = 8,
@@ -47,11 +47,11 @@ def train(
 
     Args:
         model: as in `course_lib.models.load`.
-        method, precision, optimizer, checkpointing, attention, lora_rank: as in `course_lib.training.finetune.building`;
+        method, precision, optimizer, activation_checkpointing, attention, lora_rank: as in `course_lib.training.finetune.building`;
             precision "auto" is the best that this device computes fast.
         steps: optimizer steps.
-        micro_batch: sequences that go through the model at once.
-        accumulate: micro-batches of one optimizer step.
+        micro_batch_size: sequences that go through the model at once.
+        gradient_accumulation_steps: micro-batches of one optimizer step.
         seq_len: tokens a sequence, padding included; pairs that are longer are left out.
         lr: learning rate.
         held_out: how many held-out pairs are asked before and after.
@@ -65,22 +65,27 @@ def train(
     Raises:
         ValueError: no steps, no pair that fits, or a choice that does not exist or fit this device.
     """
-    positive(steps=steps, micro_batch=micro_batch, accumulate=accumulate, held_out=held_out)
+    check_counts(
+        steps=steps,
+        micro_batch_size=micro_batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        held_out=held_out,
+    )
     precision = best_precision() if precision == "auto" else precision
     net, tokenizer = build_model(model, method=method, precision=precision, attention=attention,
-                                 checkpointing=checkpointing, lora_rank=lora_rank, seed=seed)  # fmt: skip
+                                 activation_checkpointing=activation_checkpointing, lora_rank=lora_rank, seed=seed)  # fmt: skip
     device = net.device
     optim = build_optimizer(trainable(net), optimizer, lr)
     scaler = grad_scaler(precision, device)
     exam = examples(tokenizer, "held_out", seq_len)[:held_out]
-    batches = shuffled(examples(tokenizer, "train", seq_len), micro_batch, seq_len, seed)
+    batches = shuffled(examples(tokenizer, "train", seq_len), micro_batch_size, seq_len, seed)
     before = held_out_loss(net, exam, seq_len, precision)
 
-    seen = observe(net, optim)
+    observation = observe(net, optim)
     losses = []
     for _ in range(steps):
-        with seen.step(tokens=accumulate * micro_batch * seq_len):
-            window = [next(batches) for _ in range(accumulate)]
+        with observation.step(tokens=gradient_accumulation_steps * micro_batch_size * seq_len):
+            window = [next(batches) for _ in range(gradient_accumulation_steps)]
             answer_tokens = sum(trained_tokens(batch) for batch in window)  # of the whole step, known before it starts
             total = torch.zeros((), device=device)
             for batch in window:
@@ -104,7 +109,7 @@ def train(
     }
     if save:
         save_to(save, net)
-    return Outcome(losses, type(net).__name__, 0, 1, seen.median_step, seen.tokens_per_second, seen.memory, extra=extra)
+    return observation.outcome(losses, type(net).__name__, **extra)
 
 
 def examples(tokenizer: Any, split: str, seq_len: int) -> list[dict[str, list[int]]]:
@@ -135,15 +140,15 @@ def padded(rows: Sequence[dict[str, list[int]]], seq_len: int) -> Batch:
     return {"input_ids": fill("input_ids", 0), "labels": fill("labels", IGNORED)}
 
 
-def shuffled(rows: Sequence[dict[str, list[int]]], micro_batch: int, seq_len: int, seed: int) -> Iterator[Batch]:
+def shuffled(rows: Sequence[dict[str, list[int]]], micro_batch_size: int, seq_len: int, seed: int) -> Iterator[Batch]:
     """Batches without end, each epoch in an order of its own; an epoch's last rows go on in the next one."""
     generator = torch.Generator().manual_seed(seed)
     waiting: list[dict[str, list[int]]] = []
     while True:
-        while len(waiting) < micro_batch:
+        while len(waiting) < micro_batch_size:
             waiting += [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
-        yield padded(waiting[:micro_batch], seq_len)
-        waiting = waiting[micro_batch:]
+        yield padded(waiting[:micro_batch_size], seq_len)
+        waiting = waiting[micro_batch_size:]
 
 
 def trained_tokens(batch: Batch) -> int:
@@ -203,13 +208,6 @@ def with_adapter(name: str, adapter: str, *, precision: str = "fp32", device: st
 def merged(name: str, adapter: str, *, precision: str = "fp32", device: str | None = None) -> Any:
     """As `with_adapter`, the adapter added into the weights: a plain model again."""
     return with_adapter(name, adapter, precision=precision, device=device).merge_and_unload().eval()
-
-
-def positive(**numbers: int) -> None:
-    """Raise ValueError for a number below 1."""
-    for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name}={number}: give a whole number of at least 1.")
 
 
 if __name__ == "__main__":

@@ -17,17 +17,18 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
+from course_lib.choices import check_schedule
+from course_lib.launch import rank_device
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe import observe, sent_bytes
-from course_lib.parallel import schedules
+from course_lib.observe import Outcome, observe
 from course_lib.training.command_line import run
-from course_lib.training.finetune.building import build_optimizer, choose
+from course_lib.training.finetune.building import build_optimizer
 from course_lib.training.micro_batches import micro_batch_size
-from course_lib.training.outcome import Outcome
 from course_lib.training.pipeline.by_hand import one_f_one_b
 from course_lib.training.pipeline.record import RecordedStage, Recorder
 from course_lib.training.pipeline.stage import LlamaStage, split_layers, token_loss
+from course_lib.validation import pick
 
 StepFunction = Callable[[torch.Tensor], list[torch.Tensor]]  # one step's batch -> losses on the last rank, else nothing
 VOCAB = 256  # of the tiny model
@@ -47,8 +48,8 @@ def train(
     steps: int = 3,
     global_batch: int = 8,
     seq_len: int = 128,
-    micro_batches: int = 4,
-    chunks: int = 1,
+    num_microbatches: int = 4,
+    virtual_stages: int = 1,
     layers: int = 4,
     hidden: int = 128,
     lr: float = 1e-3,
@@ -62,8 +63,8 @@ def train(
         implementation: "torch", or "hand" for the 1F1B over send and receive.
         steps, global_batch, seq_len, lr, seed: as in `course_lib.training.single`; every rank draws the whole batch, of
             which the first stage reads the tokens and the last the labels.
-        micro_batches: in one optimizer step.
-        chunks: parts of the model on each rank, for "interleaved".
+        num_microbatches: in one optimizer step.
+        virtual_stages: parts of the model on each rank, for "interleaved".
         layers, hidden: of the tiny model.
         pace: seconds that each forward of a stage takes at least, and half of what each backward does (of a split one each
             part as long as a forward). Far above the computing, it lets a schedule show on a busy machine too.
@@ -71,44 +72,38 @@ def train(
     Returns:
         In ``extra`` events (`course_lib.parallel.simulate.Event`, seconds) of all ranks in the fastest step, those up to the
         one whose memory is measured left out; bubble, of these. And of this rank in_flight (the most micro-batches whose
-        activations it held; what one of v chunks holds counts 1/v), activation_bytes (the most that autograd kept; 0 of a
+        activations it held; what one of v virtual stages holds counts 1/v), activation_bytes (the most that autograd kept; 0 of a
         single step), stage_layers, local_elements (of its parameters).
 
     Raises:
         ValueError: choices that do not exist, or do not fit each other, the batch, the layers or the ranks.
     """
     rank, stages = dist.get_rank(), dist.get_world_size()
-    check(schedule, implementation, stages, micro_batches, chunks, layers, pace)
-    if global_batch % micro_batches:
-        raise ValueError(
-            f"global_batch={global_batch} does not divide into {micro_batches} micro-batches of equal size."
-        )
-    size = micro_batch_size(steps=steps, global_batch=global_batch, accumulate=micro_batches)
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
-    model, pieces = tiny_llama(seed=seed, layers=layers, hidden=hidden), split_layers(layers, stages * chunks)
-    mine = range(rank, stages * chunks, stages)  # chunk c of rank r is stage c * stages + r
+    check(schedule, implementation, stages, num_microbatches, virtual_stages, layers, pace)
+    size = micro_batch_size(steps=steps, global_batch=global_batch, gradient_accumulation_steps=num_microbatches)
+    device = rank_device()
+    model, pieces = tiny_llama(seed=seed, layers=layers, hidden=hidden), split_layers(layers, stages * virtual_stages)
+    mine = range(rank, stages * virtual_stages, stages)  # chunk c of rank r is stage c * stages + r
     parts = torch.nn.ModuleList(LlamaStage(model, pieces[i]).to(device) for i in mine)
     del model  # each rank built it whole, so that the seed gives the same weights, and keeps its part
     optimizer = build_optimizer(parts.parameters(), "adamw", lr)
     record = Recorder(rank, pace=pace)
     if implementation == "hand":
-        step_fn, wrapper = _by_hand(parts[0], micro_batches, hidden, record), one_f_one_b.__name__
+        step_fn, wrapper = _by_hand(parts[0], num_microbatches, hidden, record), one_f_one_b.__name__
     else:
         step_fn, wrapper = _by_torch(
-            schedule, list(parts), list(mine), micro_batches, (size, seq_len, hidden), stages, device, record
+            schedule, list(parts), list(mine), num_microbatches, (size, seq_len, hidden), stages, device, record
         )
     measured = 0 if steps == 2 else 1  # the memory probe slows this step down; a single step it leaves alone
-    seen = observe(parts, optimizer, measured_step=measured)
-    losses, sent, ran = [], [], []
+    observation = observe(parts, optimizer, measured_step=measured)
+    losses, ran = [], []
     for step in range(steps):
         batch = sample_batch(step, global_batch=global_batch, seq_len=seq_len, seed=seed).to(device)
         dist.barrier()  # so that a rank that was late with its optimizer does not show as a bubble
-        sent.append(sent_bytes())
-        with seen.step(tokens=batch.numel()):
+        with observation.step(tokens=batch.numel()):
             parted = step_fn(batch)
             optimizer.step()
             optimizer.zero_grad()
-        sent.append(sent_bytes())
         loss = torch.stack(parted).mean().to(device) if parted else torch.zeros((), device=device)
         dist.broadcast(loss, src=stages - 1)  # for the report only: the last stage alone knows the loss
         losses.append(loss.item())
@@ -116,22 +111,21 @@ def train(
             ran.append(record.together())
         record.clear()
     best = min(ran, key=lambda one: one.seconds)
-    steps_sent = [b - a for a, b in zip(sent[::2], sent[1::2], strict=True) if a is not None and b is not None]
-    late = steps_sent[len(steps_sent) // 2 :]
-    return Outcome(
-        losses, wrapper, rank, stages, seen.median_step, seen.tokens_per_second, seen.memory,
-        wire_bytes=sum(late) / len(late) if late else None,
-        extra={
-            "events": best.events, "bubble": best.bubble, "in_flight": best.in_flight[rank],
-            "activation_bytes": seen.memory.get("activations", 0), "stage_layers": [i for n in mine for i in pieces[n]],
-            "local_elements": sum(p.numel() for p in parts.parameters()),
-        },
-    )  # fmt: skip
+    return observation.outcome(
+        losses,
+        wrapper,
+        events=best.events,
+        bubble=best.bubble,
+        in_flight=best.in_flight[rank],
+        activation_bytes=observation.memory.get("activations", 0),
+        stage_layers=[i for n in mine for i in pieces[n]],
+        local_elements=sum(p.numel() for p in parts.parameters()),
+    )
 
 
-def _by_hand(part: LlamaStage, micro_batches: int, hidden: int, record: Recorder) -> StepFunction:
+def _by_hand(part: LlamaStage, num_microbatches: int, hidden: int, record: Recorder) -> StepFunction:
     def step(batch: torch.Tensor) -> list[torch.Tensor]:
-        return one_f_one_b(part, batch.chunk(micro_batches), token_loss, hidden=hidden, record=record)
+        return one_f_one_b(part, batch.chunk(num_microbatches), token_loss, hidden=hidden, record=record)
 
     return step
 
@@ -140,7 +134,7 @@ def _by_torch(
     schedule: str,
     parts: list[LlamaStage],
     mine: list[int],
-    micro_batches: int,
+    num_microbatches: int,
     sizes: tuple[int, int, int],
     stages: int,
     device: torch.device,
@@ -160,8 +154,8 @@ def _by_torch(
     naive = schedule == "naive"
     plan = CLASSES[schedule](
         made if schedule in ("interleaved", "zero_bubble") else made[0],
-        n_microbatches=1 if naive else micro_batches,
-        loss_fn=(lambda logits, tokens: token_loss(logits, tokens) / micro_batches) if naive else token_loss,
+        n_microbatches=1 if naive else num_microbatches,
+        loss_fn=(lambda logits, tokens: token_loss(logits, tokens) / num_microbatches) if naive else token_loss,
     )
     first, last = mine[0] == 0, mine[-1] == every - 1
 
@@ -175,35 +169,41 @@ def _by_torch(
 
     def one_at_a_time(batch: torch.Tensor) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
-        for record.offset, micro_batch in enumerate(batch.chunk(micro_batches)):
-            losses += [loss * micro_batches for loss in step(micro_batch)]
+        for record.offset, micro_batch in enumerate(batch.chunk(num_microbatches)):
+            losses += [loss * num_microbatches for loss in step(micro_batch)]
         return losses
 
     return one_at_a_time if naive else step, type(plan).__name__
 
 
 def check(
-    schedule: str, implementation: str, stages: int, micro_batches: int, chunks: int, layers: int, pace: float
+    schedule: str,
+    implementation: str,
+    stages: int,
+    num_microbatches: int,
+    virtual_stages: int,
+    layers: int,
+    pace: float,
 ) -> None:
     """Raise ValueError, one sentence, for choices that do not exist or do not fit each other."""
-    choose("implementation", implementation, ("torch", "hand"))
-    schedules.check(schedule, stages, micro_batches, chunks)
+    pick("implementation", implementation, ("torch", "hand"))
+    check_schedule(schedule, stages, num_microbatches, virtual_stages)
     if implementation == "hand" and schedule != "1f1b":
         raise ValueError(f"implementation='hand' runs '1f1b' alone: take implementation='torch' for {schedule!r}.")
-    if layers >= stages and layers % (stages * chunks) and chunks > 1:
+    if layers >= stages and layers % (stages * virtual_stages) and virtual_stages > 1:
         raise ValueError(
-            f"layers={layers} do not divide into {stages} ranks x {chunks} chunks: take a multiple of {stages * chunks}."
+            f"layers={layers} do not divide into {stages} ranks x {virtual_stages} virtual stages: take a multiple of {stages * virtual_stages}."
         )
-    split_layers(layers, stages * chunks)
-    rounds = max(1, micro_batches // stages)
-    if schedule == "zero_bubble" and micro_batches % rounds:
+    split_layers(layers, stages * virtual_stages)
+    rounds = max(1, num_microbatches // stages)
+    if schedule == "zero_bubble" and num_microbatches % rounds:
         raise ValueError(
-            f"micro_batches={micro_batches}: PyTorch's zero-bubble schedule sends them in {rounds} equal rounds; take "
-            f"{-(-micro_batches // rounds) * rounds}."
+            f"num_microbatches={num_microbatches}: PyTorch's zero-bubble schedule sends them in {rounds} equal rounds; take "
+            f"{-(-num_microbatches // rounds) * rounds}."
         )
-    if schedule == "1f1b" and implementation == "torch" and micro_batches < stages:
+    if schedule == "1f1b" and implementation == "torch" and num_microbatches < stages:
         raise ValueError(
-            f"micro_batches={micro_batches} are fewer than the {stages} stages, and PyTorch's 1F1B wants one for each: take "
+            f"num_microbatches={num_microbatches} are fewer than the {stages} stages, and PyTorch's 1F1B wants one for each: take "
             f"at least {stages}, or implementation='hand'."
         )
     if pace < 0:

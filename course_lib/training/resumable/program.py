@@ -4,14 +4,13 @@ What a run must bring back: weights, optimizer, learning-rate schedule, random n
 must not depend on: how many ranks there are (see ``resumable_sums``). Equal bit for bit on CPU ranks; on GPUs only as far as
 their kernels are deterministic (``torch.use_deterministic_algorithms``).
 
-    torchrun --nproc_per_node 2 --max-restarts 3 -m course_lib.training.resumable.program --checkpoints runs/x
+    torchrun --nproc_per_node 2 --max-restarts 3 -m course_lib.training.resumable.program --checkpoint-dir runs/x
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +18,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from course_lib.checkpoints import CheckpointError, latest, load, save
 from course_lib.checkpoints.errors import share
+from course_lib.launch import rank_device
 from course_lib.launch.threads import one_thread
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe import observe, sent_bytes
+from course_lib.observe import Outcome, observe
 from course_lib.training.command_line import run
-from course_lib.training.outcome import Outcome
 from course_lib.training.resumable.callbacks import Reports
 from course_lib.training.resumable.faults import SPOILED_LOSS, die, forget_after_load, parts_to_load, spoiled
 from course_lib.training.resumable.gradient_sums import shards_of, stream_seed, sum_as_it_comes, sum_exactly
@@ -50,10 +49,10 @@ def train(
     lr: float = 1e-3,
     warmup: int = 3,
     dropout: float = 0.1,
-    clip: float = 0.0,
+    max_grad_norm: float = 0.0,
     virtual_ranks: int = 4,
     exact: bool = True,
-    checkpoints: str = "",
+    checkpoint_dir: str = "",
     save_every: int = 5,
     keep: int = 2,
     resume: bool = True,
@@ -77,11 +76,11 @@ def train(
         global_batch, seq_len, seed: as in ``course_lib.training.data_parallel.ddp``.
         lr, warmup: AdamW's highest learning rate, reached after ``warmup`` updates; a cosine brings it to a tenth.
         dropout: share of attention weights and of the MLPs' outputs that is zeroed.
-        clip: greatest norm of the gradients; 0 does not clip.
+        max_grad_norm: greatest norm of the gradients; 0 does not clip.
         virtual_ranks: shards of the global batch, each with its own stream of random numbers. At least as many as the
             ranks will ever be; a run keeps its number.
         exact: add gradients in one fixed order, for losses equal bit for bit on 1, 2 or 4 ranks; else by all-reduce.
-        checkpoints, save_every, keep: a folder, after how many updates to save into it, how many to keep. The end of the
+        checkpoint_dir, save_every, keep: a folder, after how many updates to save into it, how many to keep. The end of the
             run is saved too. "" saves nothing.
         resume: go on from the newest whole checkpoint of the folder, where there is one.
         stop_at: leave after so many updates, saving nothing, as a job does whose time is up; 0 for ``steps``.
@@ -93,7 +92,7 @@ def train(
         hidden, layers: of the tiny model.
 
     Returns:
-        Losses of all updates from the first one on, those before the resume read from the journal in ``checkpoints``. In
+        Losses of all updates from the first one on, those before the resume read from the journal in ``checkpoint_dir``. In
         ``extra``: first_step (of this process), last_norm, left_out (batches that no update stands for), fingerprint (of
         all tensors at the end), failed_saves, and record: the journal's folder, or its events where there is none
         (``resume_check`` reads both).
@@ -106,7 +105,7 @@ def train(
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     check(**locals())
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
+    device = rank_device()
     model = tiny_llama(seed=seed, hidden=hidden, layers=layers).to(device)  # the same weights on every rank
     set_dropout(model, dropout)
     parameters = list(model.parameters())
@@ -114,7 +113,15 @@ def train(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_and_cosine(warmup, steps))
     detector, at = SpikeDetector(), Progress()
     data = {"seed": seed, "global_batch": global_batch, "seq_len": seq_len, "virtual_ranks": virtual_ranks}
-    asked = {**data, "steps": steps, "lr": lr, "warmup": warmup, "dropout": dropout, "clip": clip, "exact": exact}
+    asked = {
+        **data,
+        "steps": steps,
+        "lr": lr,
+        "warmup": warmup,
+        "dropout": dropout,
+        "max_grad_norm": max_grad_norm,
+        "exact": exact,
+    }
 
     def save_here() -> bool:
         journal.to_disk()
@@ -122,7 +129,7 @@ def train(
         parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         try:
             with reports.long(at.step, "save"):
-                save(checkpoints, at.step, **parts, extra=extra, keep=keep)
+                save(checkpoint_dir, at.step, **parts, extra=extra, keep=keep)
         except CheckpointError as error:
             if at.step == steps:
                 raise
@@ -135,7 +142,7 @@ def train(
 
     def load_newest(lost: str = "") -> Progress:
         with reports.long(at.step, "load"):
-            told = load(checkpoints, model=model, **parts_to_load(lost, optimizer, scheduler))
+            told = load(checkpoint_dir, model=model, **parts_to_load(lost, optimizer, scheduler))
         for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
         detector.load_state_dict(told["detector"])
@@ -143,22 +150,29 @@ def train(
         return Progress(**told["progress"])
 
     with one_thread(), Reports(heartbeat, heartbeat_every, tracker, rank, world_size) as reports:
-        newest = share(latest(checkpoints) if checkpoints and rank == 0 else None)
+        newest = share(latest(checkpoint_dir) if checkpoint_dir and rank == 0 else None)
         if newest is not None and not resume:
             raise ValueError(f"{newest} is there already: resume from it, or give the new run a folder of its own.")
-        journal = Journal(checkpoints, rank, share(read(checkpoints) if checkpoints and rank == 0 else []))
+        journal = Journal(checkpoint_dir, rank, share(read(checkpoint_dir) if checkpoint_dir and rank == 0 else []))
         if newest is not None:
             at = load_newest(forget)
             forget_after_load(forget, model, at)
         first, failed_saves, norm, gone_back = at.step, 0, None, Counter()
         real = configuration(
-            model, optimizer, **data, warmup=warmup, steps=steps, clip=clip, exact=exact, world_size=world_size
+            model,
+            optimizer,
+            **data,
+            warmup=warmup,
+            steps=steps,
+            max_grad_norm=max_grad_norm,
+            exact=exact,
+            world_size=world_size,
         )
         journal.write("start", config=real, **snapshot(model, optimizer, scheduler, at))
         if on_spike == "rollback" and newest is None:
             save_here()  # a spike may come before the first checkpoint
 
-        seen, sent = observe(model, optimizer), []
+        observation = observe(model, optimizer)
         while at.step < (stop_at or steps):
             die(at.step, die_at, rank, die_rank)
             batch = sample_batch(at.position, global_batch=global_batch, seq_len=seq_len, seed=seed).to(device)
@@ -166,8 +180,7 @@ def train(
                 batch = spoiled(batch, seed)
             shards = batch.chunk(virtual_ranks)
             mine = shards_of(rank, world_size, virtual_ranks)
-            before = sent_bytes()
-            with seen.step(tokens=shards[0].numel() * len(mine)):
+            with observation.step(tokens=shards[0].numel() * len(mine)):
                 rows = []
                 reports.beat(at.step, "forward and backward")
                 for virtual_rank in mine:
@@ -189,14 +202,13 @@ def train(
                 good = verdict.ok or on_spike == "none"
                 reports.beat(at.step, "update")
                 if good:
-                    if clip:
-                        clip_grads_with_norm_(parameters, clip, torch.tensor(norm, device=device))
+                    if max_grad_norm:
+                        clip_grads_with_norm_(parameters, max_grad_norm, torch.tensor(norm, device=device))
                     told |= {"lr": optimizer.param_groups[0]["lr"], "batch": digest(batch)}
                     optimizer.step()
                     scheduler.step()
                     at.step += 1
                 optimizer.zero_grad()
-            sent.append((before, sent_bytes()))
             if not verdict.ok:
                 journal.write("spike", **told, kind=verdict.kind, reason=verdict.reason, action=on_spike)
             if good:
@@ -206,7 +218,7 @@ def train(
                     told["step"], tokens=shards[0].numel() * len(mine), loss=told["loss"], own_loss=own,
                     gradient_norm=norm, learning_rate=told["lr"],
                 )  # fmt: skip
-                if checkpoints and (at.step % save_every == 0 or at.step == steps):
+                if checkpoint_dir and (at.step % save_every == 0 or at.step == steps):
                     failed_saves += not save_here()
                 continue
             if on_spike == "skip":
@@ -221,22 +233,16 @@ def train(
         dist.barrier()  # nobody leaves, and takes the connections down, while another still writes
     journal.close()
     state = fingerprint(model, optimizer)
-    deltas = [b - a for a, b in sent if a is not None and b is not None]
-    late = deltas[len(deltas) // 2 :]
-    return Outcome(
+    return observation.outcome(
         [told["loss"] for _, told in sorted(steps_that_count(journal.events).items())],
-        type(model).__name__, rank, world_size, *_pace(seen), seen.memory,
-        wire_bytes=sum(late) / len(late) if late else None,
-        extra={
-            "first_step": first, "last_norm": norm, "left_out": at.position - at.step, "failed_saves": failed_saves,
-            "fingerprint": digest(torch.tensor(bytearray("".join(state.values()).encode()))),
-            "record": checkpoints or journal.events,
-        },
-    )  # fmt: skip
-
-
-def _pace(seen: Any) -> tuple[float, float]:
-    return (seen.median_step, seen.tokens_per_second) if seen.step_seconds else (0.0, 0.0)
+        type(model).__name__,
+        first_step=first,
+        last_norm=norm,
+        left_out=at.position - at.step,
+        failed_saves=failed_saves,
+        fingerprint=digest(torch.tensor(bytearray("".join(state.values()).encode()))),
+        record=checkpoint_dir or journal.events,
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def check(world_size: int, **given: Any) -> None:
     for name in ("steps", "global_batch", "seq_len", "virtual_ranks", "save_every", "keep"):
         if given[name] < 1:
             raise ValueError(f"{name}={given[name]}: give a whole number of at least 1.")
-    for name in ("warmup", "stop_at", "clip"):
+    for name in ("warmup", "stop_at", "max_grad_norm"):
         if not 0 <= given[name] < math.inf:
             raise ValueError(f"{name}={given[name]}: give a number of at least 0.")
     if not 0 < given["lr"] < math.inf:
@@ -32,8 +32,8 @@ def check(world_size: int, **given: Any) -> None:
     for name, choices in (("on_spike", ON_SPIKE), ("forget", FORGET)):
         if given[name] not in choices:
             raise ValueError(f"{name}={given[name]!r}: choose one of {', '.join(map(repr, choices))}.")
-    if given["on_spike"] == "rollback" and not given["checkpoints"]:
-        raise ValueError("on_spike='rollback' goes back to a checkpoint: give a folder as checkpoints.")
+    if given["on_spike"] == "rollback" and not given["checkpoint_dir"]:
+        raise ValueError("on_spike='rollback' goes back to a checkpoint: give a folder as checkpoint_dir.")
 
 
 def check_same(data: dict[str, Any], asked: dict[str, Any], before: dict[str, Any], *, tell: bool) -> None:

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
+from course_lib.launch import rank_device
 from course_lib.models import tiny_llama
 from course_lib.models.data import IGNORED, sample_batch
-from course_lib.observe import observe, sent_bytes
+from course_lib.observe import Outcome, observe
 from course_lib.parallel.grid import Grid
 from course_lib.training.command_line import run
 from course_lib.training.data_parallel.gradients import all_reduce_gradients
 from course_lib.training.finetune.building import build_optimizer
 from course_lib.training.micro_batches import micro_batch_size
-from course_lib.training.outcome import Outcome
 from course_lib.training.sequence.ring_attention import positions, ring_attention, runs, scores_computed
 
 
@@ -62,7 +61,7 @@ def train(
     grid = Grid(dp=dp, cp=ranks // dp)
     micro_batch_size(steps=steps, global_batch=global_batch, ranks=dp)
     runs(0, grid.cp, seq_len, layout)
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
+    device = rank_device()
     model = split_attention(tiny_llama(seed=seed, layers=layers, hidden=hidden).to(device))
     if seq_len > model.config.max_position_embeddings:
         raise ValueError(f"seq_len={seq_len}: the tiny model's longest is {model.config.max_position_embeddings}.")
@@ -72,14 +71,13 @@ def train(
     update = build_optimizer(model.parameters(), optimizer, lr)
     mine = positions(at["cp"], grid.cp, seq_len, layout).to(device)
 
-    seen = observe(model, update)
-    losses, sent = [], []
+    observation = observe(model, update)
+    losses = []
     for step in range(steps):
         batch = sample_batch(
             step, global_batch=global_batch, seq_len=seq_len, rank=at["dp"], world_size=dp, seed=seed
         ).to(device)
-        sent.append(sent_bytes())
-        with seen.step(tokens=len(batch) * len(mine)):
+        with observation.step(tokens=len(batch) * len(mine)):
             # Shifted before the cut: the last token of a run is asked for the first one of the next, on another rank
             labels = F.pad(batch[:, 1:], (0, 1), value=IGNORED)[:, mine]
             logits = model(input_ids=batch[:, mine], position_ids=mine[None], ring=ring, layout=layout).logits
@@ -91,22 +89,17 @@ def train(
             all_reduce_gradients(model.parameters())
             update.step()
             update.zero_grad()
-        sent.append(sent_bytes())
         loss = loss.detach()
         dist.all_reduce(loss)  # for the report only
         losses.append(loss.item())
-    steps_sent = [b - a for a, b in zip(sent[::2], sent[1::2], strict=True) if a is not None and b is not None]
-    late = steps_sent[len(steps_sent) // 2 :]
-    return Outcome(
-        losses, type(model).__name__, dist.get_rank(), ranks, seen.median_step, seen.tokens_per_second, seen.memory,
-        wire_bytes=sum(late) / len(late) if late else None,
-        extra={
-            "coordinates": {"dp": at["dp"], "cp": at["cp"]},
-            "positions": [[part.start, part.stop] for part in runs(at["cp"], grid.cp, seq_len, layout)],
-            "scores": scores_computed(at["cp"], grid.cp, seq_len, layout),
-            "tokens": len(batch) * len(mine),
-        },
-    )  # fmt: skip
+    return observation.outcome(
+        losses,
+        type(model).__name__,
+        coordinates={"dp": at["dp"], "cp": at["cp"]},
+        positions=[[part.start, part.stop] for part in runs(at["cp"], grid.cp, seq_len, layout)],
+        scores=scores_computed(at["cp"], grid.cp, seq_len, layout),
+        tokens=len(batch) * len(mine),
+    )
 
 
 def split_attention(model: Any) -> Any:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from course_lib.launch import rank_device
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe import observe, sent_bytes
+from course_lib.observe import Outcome, observe
 from course_lib.training.command_line import run
 from course_lib.training.data_parallel.gradients import all_reduce_gradients
 from course_lib.training.finetune.building import build_optimizer
 from course_lib.training.micro_batches import micro_batch_size
-from course_lib.training.outcome import Outcome
 from course_lib.training.sequence.expert_parallel_layer import MixtureOfExperts, check_choice, check_spread
 
 
@@ -57,7 +57,7 @@ def train(
     check_choice(experts, top_k)
     check_spread(experts, ranks)
     micro_batch_size(steps=steps, global_batch=global_batch, ranks=ranks)
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
+    device = rank_device()
     model = tiny_llama(seed=seed, layers=layers, hidden=hidden, intermediate=intermediate)
     mixtures = give_experts(model, experts=experts, top_k=top_k, seed=seed)
     total = sum(p.numel() for p in model.parameters())
@@ -70,41 +70,35 @@ def train(
     common = [p for p in model.parameters() if id(p) not in mine]
     update = build_optimizer(model.parameters(), optimizer, lr)
 
-    seen = observe(model, update)
-    losses, sent, routed = [], [], []
+    observation = observe(model, update)
+    losses, routed = [], []
     for step in range(steps):
         batch = sample_batch(
             step, global_batch=global_batch, seq_len=seq_len, rank=rank, world_size=ranks, seed=seed
         ).to(device)
-        sent.append(sent_bytes())
-        with seen.step(tokens=batch.numel()):
+        with observation.step(tokens=batch.numel()):
             loss = model(input_ids=batch, labels=batch).loss  # two all-to-alls a block in here
             loss.backward()  # and two more
             average(common, own, ranks)
             update.step()
             update.zero_grad()
-        sent.append(sent_bytes())
         routed.append(sum(mixture.routing.bytes_to_others for mixture in mixtures))
         loss = loss.detach()
         dist.all_reduce(loss)  # for the report only
         losses.append(loss.item() / ranks)
     chosen = torch.tensor([mixture.routing.counts for mixture in mixtures], device=device)
     dist.all_reduce(chosen)
-    steps_sent = [b - a for a, b in zip(sent[::2], sent[1::2], strict=True) if a is not None and b is not None]
-    late = steps_sent[len(steps_sent) // 2 :]
-    return Outcome(
-        losses, type(mixtures[0]).__name__, rank, ranks, seen.median_step, seen.tokens_per_second, seen.memory,
-        wire_bytes=sum(late) / len(late) if late else None,
-        extra={
-            "experts": list(mixtures[0].own),
-            "tokens_per_expert": chosen.tolist(),
-            "tokens_received": [mixture.routing.received for mixture in mixtures],
-            "routed_bytes": routed,
-            "local_elements": sum(p.numel() for p in model.parameters()),
-            "total_elements": total,
-            "expert_elements": in_experts,
-        },
-    )  # fmt: skip
+    return observation.outcome(
+        losses,
+        type(mixtures[0]).__name__,
+        experts=list(mixtures[0].own),
+        tokens_per_expert=chosen.tolist(),
+        tokens_received=[mixture.routing.received for mixture in mixtures],
+        routed_bytes=routed,
+        local_elements=sum(p.numel() for p in model.parameters()),
+        total_elements=total,
+        expert_elements=in_experts,
+    )
 
 
 def give_experts(model: torch.nn.Module, *, experts: int, top_k: int, seed: int) -> list[MixtureOfExperts]:
@@ -123,7 +117,7 @@ def give_experts(model: torch.nn.Module, *, experts: int, top_k: int, seed: int)
 def average(common: list[torch.nn.Parameter], own: list[torch.nn.Parameter], ranks: int) -> None:
     """Make of every gradient that of the mean of all ranks' losses.
 
-    What all ranks hold has seen its rank's tokens alone, so its gradients are summed over the ranks. An expert has seen
+    What all ranks hold has observation its rank's tokens alone, so its gradients are summed over the ranks. An expert has observation
     everyone's tokens already; its gradient is whole, and only the mean's division is left.
     """
     all_reduce_gradients(common, mean=True)

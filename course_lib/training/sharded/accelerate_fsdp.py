@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader
 
 from course_lib.models import tiny_llama
 from course_lib.models.data import GlobalBatches
-from course_lib.observe import observe, sent_bytes
+from course_lib.observe import Outcome, observe
 from course_lib.training.command_line import run
-from course_lib.training.finetune.building import build_optimizer, choose
+from course_lib.training.finetune.building import build_optimizer
 from course_lib.training.micro_batches import micro_batch_size
-from course_lib.training.outcome import Outcome
 from course_lib.training.sharded.accelerate_on_cpu import let_cpu_ranks_shard
 from course_lib.training.sharded.fsdp_sharding import proof
+from course_lib.validation import pick
 
 PRECISIONS = {"fp32": "no", "bf16-mixed": "bf16"}  # ours -> Accelerate's mixed_precision
 
@@ -49,10 +49,10 @@ def train(
     global_batch: int = 8,
     seq_len: int = 128,
     lr: float = 1e-3,
-    accumulate: int = 1,
-    clip: float = 0.0,
+    gradient_accumulation_steps: int = 1,
+    max_grad_norm: float = 0.0,
     precision: str = "fp32",
-    reshard: bool = True,
+    reshard_after_forward: bool = True,
     offload: bool = False,
     hidden: int = 128,
     layers: int = 4,
@@ -62,13 +62,13 @@ def train(
     """Train the tiny Llama with Accelerate's FSDP2 plugin.
 
     Started by ``launch(accelerate_fsdp.train, ...)``, by torchrun, or by ``accelerate launch --config_file`` with
-    ``CONFIGURATION`` in a file: then the launcher's settings count, and precision, reshard and offload here do not.
+    ``CONFIGURATION`` in a file: then the launcher's settings count, and precision, reshard_after_forward and offload here do not.
 
     Args:
-        steps, global_batch, seq_len, lr, accumulate, seed: as in ``course_lib.training.data_parallel.ddp``.
-        clip: greatest norm of the whole model's gradients; 0 does not clip.
+        steps, global_batch, seq_len, lr, gradient_accumulation_steps, seed: as in ``course_lib.training.data_parallel.ddp``.
+        max_grad_norm: greatest norm of the whole model's gradients; 0 does not clip.
         precision: "fp32" or "bf16-mixed"; Accelerate's also sums the gradients in bf16.
-        reshard: after the forward pass; Accelerate's plugin takes no number.
+        reshard_after_forward: after the forward pass; Accelerate's plugin takes no number.
         offload: shards, gradients and moments on the host.
         hidden, layers: of the model.
         expect_ranks: refuse to train on another number of ranks; 0 takes any from 2 on.
@@ -77,15 +77,25 @@ def train(
         ValueError: no steps, an unknown precision, or the batch does not divide into ranks times micro-batches.
         RuntimeError: one process, or a model that is not sharded, came instead.
     """
-    choose("precision", precision, PRECISIONS)
-    accelerator = make_accelerator(precision=precision, reshard=reshard, offload=offload, accumulate=accumulate)
-    rank, world_size = accelerator.process_index, accelerator.num_processes
+    pick("precision", precision, PRECISIONS)
+    accelerator = make_accelerator(
+        precision=precision,
+        reshard_after_forward=reshard_after_forward,
+        offload=offload,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+    )
+    world_size = accelerator.num_processes
     if world_size != expect_ranks if expect_ranks else world_size < 2:
         raise RuntimeError(
             f"asked for FSDP2 on {expect_ranks or 'several'} ranks and Accelerate gave {world_size}. Launch with "
             "`torchrun --nproc_per_node N` or `accelerate launch --multi_gpu --num_processes N`, also without GPUs."
         )
-    micro_batch = micro_batch_size(steps=steps, global_batch=global_batch, ranks=world_size, accumulate=accumulate)
+    micro_batch = micro_batch_size(
+        steps=steps,
+        global_batch=global_batch,
+        ranks=world_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+    )
     model = tiny_llama(seed=seed, hidden=hidden, layers=layers)
     optimizer = build_optimizer(model.parameters(), "adamw", lr)
     rows = GlobalBatches(steps, global_batch=global_batch, seq_len=seq_len, seed=seed)
@@ -94,36 +104,36 @@ def train(
         model, optimizer, loader
     )  # shards, and gives the optimizer the shards
     sharded = proof(model, world_size, optimizer)
-    seen = observe(model, optimizer.optimizer)
-    losses, norms, sent, total = [], [], [], torch.zeros((), device=accelerator.device)
+    observation = observe(model, optimizer.optimizer)
+    losses, norms, total = [], [], torch.zeros((), device=accelerator.device)
     batches = iter(loader)
     for _ in range(steps):
-        sent.append(sent_bytes())
-        with seen.step(tokens=micro_batch * accumulate * seq_len):
-            for _ in range(accumulate):
+        with observation.step(tokens=micro_batch * gradient_accumulation_steps * seq_len):
+            for _ in range(gradient_accumulation_steps):
                 batch = next(batches)
                 with accelerator.accumulate(model):
                     loss = model(input_ids=batch, labels=batch).loss
                     accelerator.backward(loss)
-                    if clip and accelerator.sync_gradients:
-                        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
+                    if max_grad_norm and accelerator.sync_gradients:
+                        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)))
                     optimizer.step()
                     optimizer.zero_grad()
-                total += loss.detach() / accumulate
-        sent.append(sent_bytes())
+                total += loss.detach() / gradient_accumulation_steps
         losses.append(accelerator.reduce(total, "mean").item())
         total = torch.zeros_like(total)
-    steps_sent = [b - a for a, b in zip(sent[::2], sent[1::2], strict=True) if a is not None and b is not None]
-    late = steps_sent[len(steps_sent) // 2 :]
-    return Outcome(
-        losses, type(model).__name__, rank, world_size, seen.median_step, seen.tokens_per_second, seen.memory,
-        wire_bytes=sum(late) / len(late) if late else None,
-        extra={**sharded, "gradient_norms": norms, "distributed_type": str(accelerator.distributed_type),
-               "device": str(accelerator.device)},
-    )  # fmt: skip
+    return observation.outcome(
+        losses,
+        type(model).__name__,
+        **sharded,
+        gradient_norms=norms,
+        distributed_type=str(accelerator.distributed_type),
+        device=str(accelerator.device),
+    )
 
 
-def make_accelerator(*, precision: str, reshard: bool, offload: bool, accumulate: int) -> Accelerator:
+def make_accelerator(
+    *, precision: str, reshard_after_forward: bool, offload: bool, gradient_accumulation_steps: int
+) -> Accelerator:
     """An Accelerator that shards: as the launcher's configuration says, else as the arguments do."""
     let_cpu_ranks_shard()
     configured = "FSDP_VERSION" in os.environ  # set by the launcher; ACCELERATE_USE_FSDP also by an earlier Accelerator
@@ -134,13 +144,13 @@ def make_accelerator(*, precision: str, reshard: bool, offload: bool, accumulate
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            reshard_after_forward=reshard,
+            reshard_after_forward=reshard_after_forward,
             cpu_offload=CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else None,
             cpu_ram_efficient_loading=False,  # every rank builds the same model here
         )
     )
     mixed = {} if configured else {"mixed_precision": PRECISIONS[precision]}
-    return Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=accumulate, **mixed)
+    return Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=gradient_accumulation_steps, **mixed)
 
 
 if __name__ == "__main__":

@@ -214,7 +214,7 @@ def fake_fsdp(
             if ends:
                 for end in (model.get_input_embeddings(), model.get_output_embeddings()):
                     fully_shard(end, mesh=ranks_of, mp_policy=mixed_precision(precision))
-            shard(model, mesh=ranks_of, reshard=reshard, precision=precision, wrap=wrap)
+            shard(model, mesh=ranks_of, reshard_after_forward=reshard, precision=precision, wrap=wrap)
             optimizer = build_optimizer(trainable(model), "adamw", 1e-4)
             batch = torch.zeros(micro_batch, seq_len, dtype=torch.long)
 

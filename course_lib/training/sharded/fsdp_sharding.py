@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from course_lib.training.finetune.building import PRECISIONS, cast_parameters, choose
+from course_lib.choices import check_choice
+from course_lib.training.finetune.building import cast_parameters
+from course_lib.validation import pick
 
 WRAPS = ("block", "whole")
 
@@ -55,7 +57,7 @@ def shard(
     model: Any,
     *,
     mesh: DeviceMesh | None = None,
-    reshard: bool | int = True,
+    reshard_after_forward: bool | int = True,
     precision: str = "fp32",
     offload: bool = False,
     wrap: str = "block",
@@ -66,7 +68,7 @@ def shard(
     Args:
         model: on the mesh's device or on "meta"; also one in PEFT's wrapper. It is changed and given back.
         mesh: 1D (shard) or 2D (replicate, shard); None takes all ranks as one row.
-        reshard: True lets a block's gathered weights go after its forward pass and gathers them again for the backward
+        reshard_after_forward: True lets a block's gathered weights go after its forward pass and gathers them again for the backward
             pass; False keeps them, which is ZeRO-2's memory and traffic; a number keeps that fraction: shards over so
             many neighbours. The root's are kept in any case: the backward pass begins with them.
         precision: "fp32"; "bf16-mixed", "fp16-mixed": shards, gradients and moments in fp32, gathered, computed with in
@@ -78,11 +80,11 @@ def shard(
     Raises:
         ValueError: a choice that does not exist or does not fit the mesh.
     """
-    choose("precision", precision, PRECISIONS)
-    choose("wrap", wrap, WRAPS)
+    check_choice("precision", precision)
+    pick("wrap", wrap, WRAPS)
     mesh = mesh if mesh is not None else make_mesh("", next(model.parameters()).device.type)
     shard_ranks = mesh.size(mesh.ndim - 1)
-    check_reshard(reshard, shard_ranks)
+    check_reshard(reshard_after_forward, shard_ranks)
     if prefetch < 0:
         raise ValueError(f"prefetch={prefetch}: give how many units to gather ahead, 0 to leave it to FSDP2.")
     if prefetch and wrap == "whole":
@@ -97,10 +99,10 @@ def shard(
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
     }
     if wrap == "whole":
-        return fully_shard(model, reshard_after_forward=reshard, **how)
+        return fully_shard(model, reshard_after_forward=reshard_after_forward, **how)
     units = blocks(model)
     for unit in units:
-        fully_shard(unit, reshard_after_forward=reshard, **how)
+        fully_shard(unit, reshard_after_forward=reshard_after_forward, **how)
     fully_shard(model, **how)
     if prefetch:
         for i, unit in enumerate(units):
@@ -158,21 +160,21 @@ def read_reshard(text: str, shard_ranks: int) -> bool | int:
         return text == "yes"
     if not text.isdecimal():
         raise ValueError(
-            f"reshard={text!r}: write yes, no, or the number of ranks to shard over after the forward pass."
+            f"reshard_after_forward={text!r}: write yes, no, or the number of ranks to shard over after the forward pass."
         )
     check_reshard(int(text), shard_ranks)
     return int(text)
 
 
-def check_reshard(reshard: bool | int, shard_ranks: int) -> None:
+def check_reshard(reshard_after_forward: bool | int, shard_ranks: int) -> None:
     """Raise ValueError for a number of ranks that cannot be had."""
-    if isinstance(reshard, bool):
+    if isinstance(reshard_after_forward, bool):
         return
     fitting = [n for n in range(2, shard_ranks) if shard_ranks % n == 0]
-    if reshard not in fitting:
+    if reshard_after_forward not in fitting:
         numbers = f", or one of {', '.join(map(str, fitting))}" if fitting else "; no number lies between"
         raise ValueError(
-            f"reshard={reshard} is no proper divisor of the {shard_ranks} ranks that share a model: "
+            f"reshard_after_forward={reshard_after_forward} is no proper divisor of the {shard_ranks} ranks that share a model: "
             f"choose yes ({shard_ranks}), no (1){numbers}."
         )
 
@@ -217,7 +219,7 @@ def proof(model: Any, ranks: int, optimizer: torch.optim.Optimizer | None = None
         optimizer: also looked at, if given: whether it steps the shards.
 
     Returns:
-        wrapper (class name), ranks, units, parameters (numbers of the whole model), local (numbers that this rank
+        ranks, units, parameters (numbers of the whole model), local (numbers that this rank
         holds), placements (of the first parameter, as text).
 
     Raises:
@@ -247,7 +249,6 @@ def proof(model: Any, ranks: int, optimizer: torch.optim.Optimizer | None = None
     if stepped - {id(p) for _, p in named}:
         raise RuntimeError("the optimizer steps tensors that are not the model's shards: nothing was trained.")
     return {
-        "wrapper": wrapper,
         "ranks": world_size,
         "units": sum(isinstance(module, FSDPModule) for module in model.modules()),
         "parameters": sum(p.numel() for _, p in named),

@@ -8,19 +8,18 @@ arXiv:1910.02054); stage 0 is data parallelism. What one rank holds beyond its s
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe import observe, sent_bytes
+from course_lib.observe import Outcome, observe
 from course_lib.observe.deepspeed_memory import ZeroProbe
 from course_lib.training.command_line import run
 from course_lib.training.finetune.activation_checkpointing import set_checkpointing
 from course_lib.training.micro_batches import micro_batch_size
-from course_lib.training.outcome import Outcome
+from course_lib.training.resume import check_saving, load_newest
 from course_lib.training.sharded.zero_config import (
     BUCKET_ELEMENTS,
     adamw,
@@ -40,18 +39,18 @@ def train(
     global_batch: int = 8,
     seq_len: int = 128,
     lr: float = 1e-3,
-    accumulate: int = 1,
-    clip: float = 0.0,
+    gradient_accumulation_steps: int = 1,
+    max_grad_norm: float = 0.0,
     precision: str = "fp32",
     offload: str = "none",
     nvme_path: str = "",
-    checkpointing: str = "none",
+    activation_checkpointing: str = "none",
     hidden: int = 128,
     layers: int = 4,
     bucket_elements: int = BUCKET_ELEMENTS,
     prefetch_elements: int = 0,
     config_file: str = "",
-    checkpoints: str = "",
+    checkpoint_dir: str = "",
     save_every: int = 0,
     resume: bool = False,
     expect_ranks: int = 0,
@@ -62,13 +61,13 @@ def train(
     Args:
         steps: optimizer steps; with `resume`, those of the whole training.
         seq_len: tokens a sequence.
-        stage, global_batch, lr, accumulate, clip, precision, offload, nvme_path, bucket_elements, prefetch_elements:
+        stage, global_batch, lr, gradient_accumulation_steps, max_grad_norm, precision, offload, nvme_path, bucket_elements, prefetch_elements:
             as in `zero_config`, which writes DeepSpeed's configuration from them.
         config_file: a DeepSpeed configuration to train by instead: then of these only `lr` counts, where it names no
             optimizer.
-        checkpointing: "none", "selective" or "full": which activations are computed twice instead of kept.
+        activation_checkpointing: "none", "selective" or "full": which activations are computed twice instead of kept.
         hidden, layers: of the model.
-        checkpoints: a folder to save in, every `save_every` steps, and to `resume` from.
+        checkpoint_dir: a folder to save in, every `save_every` steps, and to `resume` from.
         expect_ranks: refuse to train on another number of ranks; 0 takes what comes. Plain `deepspeed script.py` starts
             one process where it finds no GPU.
         seed: of the weights and of the order of the data.
@@ -83,10 +82,7 @@ def train(
             f"asked for {expect_ranks} ranks and got {world_size}. Launch with `torchrun --nproc_per_node N` or "
             "`deepspeed --num_gpus N`, also without GPUs."
         )
-    if save_every < 0:
-        raise ValueError(f"save_every={save_every}: give a number of steps, 0 not to save.")
-    if not checkpoints and (save_every or resume):
-        raise ValueError("save_every and resume need a folder: give it as checkpoints.")
+    check_saving(checkpoint_dir, save_every, resume)
     if config_file:
         config = read_config(config_file)
         check_config(config, ranks=world_size)
@@ -94,35 +90,38 @@ def train(
         config = config if torch.cuda.is_available() else without_compiling(config)
     else:
         config = zero_config(
-            stage, ranks=world_size, global_batch=global_batch, accumulate=accumulate, lr=lr, clip=clip,
+            stage, ranks=world_size, global_batch=global_batch, gradient_accumulation_steps=gradient_accumulation_steps, lr=lr, max_grad_norm=max_grad_norm,
             precision=precision, offload=offload, nvme_path=nvme_path, bucket_elements=bucket_elements,
             prefetch_elements=prefetch_elements, compiled=torch.cuda.is_available(),
         )  # fmt: skip
-    global_batch, _, accumulate = batch_sizes(config, ranks=world_size)
-    micro_batch_size(steps=steps, global_batch=global_batch, ranks=world_size, accumulate=accumulate)
+    global_batch, _, gradient_accumulation_steps = batch_sizes(config, ranks=world_size)
+    micro_batch_size(
+        steps=steps,
+        global_batch=global_batch,
+        ranks=world_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+    )
     model = tiny_llama(hidden=hidden, layers=layers, seed=seed)
-    set_checkpointing(model, checkpointing)
+    set_checkpointing(model, activation_checkpointing)
     engine = initialize(model, config)
     data = {"global_batch": global_batch, "seq_len": seq_len, "seed": seed}
-    first = _resumed(checkpoints, engine, data) if resume else 0
+    first = load_newest(checkpoint_dir, data, engine=engine) if resume else 0
     if first >= steps:
         raise ValueError(f"steps={steps}: the newest checkpoint has taken {first} already, so give more.")
 
-    seen = observe(probe=ZeroProbe(engine))
-    losses, norms, sent = [], [], []
+    observation = observe(probe=ZeroProbe(engine))
+    losses, norms = [], []
     for step in range(first, steps):
         batch = sample_batch(
             step, global_batch=global_batch, seq_len=seq_len, rank=rank, world_size=world_size, seed=seed
         ).to(engine.device)
-        sent.append(sent_bytes())
-        with seen.step(tokens=batch.numel()):
+        with observation.step(tokens=batch.numel()):
             total = torch.zeros((), device=engine.device)
-            for micro_batch in batch.chunk(accumulate):
+            for micro_batch in batch.chunk(gradient_accumulation_steps):
                 loss = engine(input_ids=micro_batch, labels=micro_batch).loss
                 engine.backward(loss)  # divides by the micro-batches, and reduces gradients as the stage asks
                 engine.step()  # does nothing before the last micro-batch
-                total += loss.detach() / accumulate
-        sent.append(sent_bytes())
+                total += loss.detach() / gradient_accumulation_steps
         dist.all_reduce(total, op=dist.ReduceOp.SUM)  # for the report only
         losses.append(total.item() / world_size)
         if engine.gradient_clipping():
@@ -130,37 +129,19 @@ def train(
         if save_every and (step + 1) % save_every == 0:
             from course_lib.checkpoints import save  # few runs need it
 
-            save(checkpoints, step + 1, kind="zero", engine=engine, extra=data)
-    steps_sent = [b - a for a, b in zip(sent[::2], sent[1::2], strict=True) if a is not None and b is not None]
-    late = steps_sent[len(steps_sent) // 2 :]
-    return Outcome(
-        losses, type(engine).__name__, rank, world_size, seen.median_step, seen.tokens_per_second, seen.memory,
-        wire_bytes=sum(late) / len(late) if late else None,
-        extra={
-            "stage": engine.zero_optimization_stage(),
-            "zero_optimizer": type(engine.optimizer).__name__,
-            "config": config,
-            "on_host": seen.probe.on_host(),
-            "sent": sum(steps_sent) if steps_sent else None,
-            "local_elements": local_elements(engine),
-            "first_step": first,
-            "gradient_norms": norms,
-        },
-    )  # fmt: skip
-
-
-def _resumed(folder: str, engine: Any, data: dict[str, int]) -> int:
-    """Steps done already: the newest whole checkpoint of `folder` is loaded, or nothing where there is none."""
-    from course_lib.checkpoints import latest, load
-
-    newest = latest(folder)
-    if newest is None:
-        return 0
-    told = load(newest, engine=engine)
-    for name, value in data.items():
-        if told[name] != value:
-            raise ValueError(f"{name}={value}: {newest} was trained with {told[name]}, another order of the data.")
-    return told["step"]
+            save(checkpoint_dir, step + 1, kind="zero", engine=engine, extra=data)
+    return observation.outcome(
+        losses,
+        type(engine).__name__,
+        stage=engine.zero_optimization_stage(),
+        zero_optimizer=type(engine.optimizer).__name__,
+        config=config,
+        on_host=observation.probe.on_host(),
+        sent=sum(observation.sent) or None,
+        local_elements=local_elements(engine),
+        first_step=first,
+        gradient_norms=norms,
+    )
 
 
 if __name__ == "__main__":

@@ -12,14 +12,16 @@ from typing import Any
 
 import psutil
 
+from course_lib import choices
 from course_lib.training.micro_batches import micro_batch_size
 from course_lib.training.sharded.zero_keys import check_keys
+from course_lib.validation import pick
 
 Config = dict[str, Any]
 
 STAGES = (0, 1, 2, 3)
-OFFLOADS = ("none", "optimizer", "all", "nvme")
-PRECISIONS = ("fp32", "bf16", "fp16")
+OFFLOADS = (*choices.OFFLOADS, "nvme")
+PRECISIONS = ("fp32", "bf16", "fp16")  # DeepSpeed's own names
 BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's own default: 2 GB of fp32, however small the model
 
 
@@ -28,9 +30,9 @@ def zero_config(
     *,
     ranks: int,
     global_batch: int = 8,
-    accumulate: int = 1,
+    gradient_accumulation_steps: int = 1,
     lr: float = 1e-3,
-    clip: float = 0.0,
+    max_grad_norm: float = 0.0,
     precision: str = "fp32",
     offload: str = "none",
     nvme_path: str = "",
@@ -44,9 +46,9 @@ def zero_config(
         stage: 0 shards nothing, 1 the optimizer, 2 gradients too, 3 weights too.
         ranks: how many there will be; the batch is divided by them.
         global_batch: sequences in one optimizer step, over all ranks and micro-batches.
-        accumulate: micro-batches a rank.
+        gradient_accumulation_steps: micro-batches a rank.
         lr: AdamW's learning rate.
-        clip: longest gradient; 0 clips nothing. (DeepSpeed's own default is 1.0: it clips who does not say so.)
+        max_grad_norm: longest gradient; 0 clips nothing. (DeepSpeed's own default is 1.0: it clips who does not say so.)
         precision: "fp32"; "bf16" or "fp16" keep weights in 2 bytes, with a copy in fp32 that the optimizer steps.
         offload: "optimizer" keeps its state in host memory (stages 1 to 3), "all" the weights as well (stage 3), "nvme"
             both on a disk (stage 3).
@@ -60,15 +62,16 @@ def zero_config(
     Raises:
         ValueError: a value that does not exist, or does not go with the others.
     """
-    for name, value, choices in (("offload", offload, OFFLOADS), ("precision", precision, PRECISIONS)):
-        if value not in choices:
-            raise ValueError(f"{name}={value!r} is no choice: take one of {', '.join(choices)}.")
+    pick("offload", offload, OFFLOADS)
+    pick("precision", precision, PRECISIONS)
     for name, number, least in (("bucket_elements", bucket_elements, 1), ("prefetch_elements", prefetch_elements, 0)):
         if type(number) is not int or number < least:
             raise ValueError(f"{name}={number}: give a whole number of at least {least}.")
-    if clip < 0:
-        raise ValueError(f"clip={clip}: give the longest that a gradient may be, 0 to clip nothing.")
-    micro_batch = micro_batch_size(steps=1, global_batch=global_batch, ranks=ranks, accumulate=accumulate)
+    if max_grad_norm < 0:
+        raise ValueError(f"max_grad_norm={max_grad_norm}: give the longest that a gradient may be, 0 to clip nothing.")
+    micro_batch = micro_batch_size(
+        steps=1, global_batch=global_batch, ranks=ranks, gradient_accumulation_steps=gradient_accumulation_steps
+    )
     zero: Config = {"stage": stage}
     if stage in STAGES[1:]:
         zero |= {"reduce_bucket_size": bucket_elements, "allgather_bucket_size": bucket_elements}
@@ -85,8 +88,8 @@ def zero_config(
     config: Config = {
         "train_batch_size": global_batch,
         "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": accumulate,
-        "gradient_clipping": clip,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "gradient_clipping": max_grad_norm,
         "optimizer": adamw(lr),
         "zero_optimization": zero,
     }
@@ -173,21 +176,21 @@ def batch_sizes(config: Config, *, ranks: int) -> tuple[int, int, int]:
         value = config.get(name)
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name} is {value!r}: give a whole number of at least 1.")
-    whole, micro, accumulate = (config.get(name) for name in names)
+    whole, micro, gradient_accumulation_steps = (config.get(name) for name in names)
     if whole is None and micro is None:
         raise ValueError(f"The configuration has neither {names[0]} nor {names[1]}: DeepSpeed needs one of them.")
-    if accumulate is None:
-        accumulate = 1 if whole is None or micro is None else whole // (ranks * micro)
+    if gradient_accumulation_steps is None:
+        gradient_accumulation_steps = 1 if whole is None or micro is None else whole // (ranks * micro)
     if whole is None:
-        whole = micro * accumulate * ranks
+        whole = micro * gradient_accumulation_steps * ranks
     if micro is None:
-        micro = whole // (ranks * accumulate)
-    if whole != micro * accumulate * ranks:
+        micro = whole // (ranks * gradient_accumulation_steps)
+    if whole != micro * gradient_accumulation_steps * ranks:
         raise ValueError(
             f"The batch sizes disagree: train_batch_size {whole} is not {micro} (train_micro_batch_size_per_gpu) x "
-            f"{accumulate} (gradient_accumulation_steps) x {ranks} ranks = {micro * accumulate * ranks}."
+            f"{gradient_accumulation_steps} (gradient_accumulation_steps) x {ranks} ranks = {micro * gradient_accumulation_steps * ranks}."
         )
-    return whole, micro, accumulate
+    return whole, micro, gradient_accumulation_steps
 
 
 def check_config(config: Config, *, ranks: int, parameters: int = 0, free: int | None = None) -> None:

@@ -14,17 +14,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
+from course_lib.launch import rank_device
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe import observe, record_collectives, sent_bytes
+from course_lib.observe import Outcome, observe, record_collectives
 from course_lib.training.command_line import run
 from course_lib.training.data_parallel.gradients import local
-from course_lib.training.finetune.building import build_optimizer, choose
+from course_lib.training.finetune.building import build_optimizer
 from course_lib.training.micro_batches import micro_batch_size
-from course_lib.training.outcome import Outcome
 from course_lib.training.tensor.divisibility import check_split
 from course_lib.training.tensor.dtensor import shard_tensors
 from course_lib.training.tensor.model import TensorParallelLlama
+from course_lib.validation import pick
 
 IMPLEMENTATIONS = ("hand", "dtensor")
 
@@ -57,42 +58,36 @@ def train(
     Raises:
         ValueError: an unknown implementation, or heads, kv heads, MLP, vocabulary or sequence that do not divide.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    choose("implementation", implementation, IMPLEMENTATIONS)
+    world_size = dist.get_world_size()
+    pick("implementation", implementation, IMPLEMENTATIONS)
     micro_batch_size(steps=steps, global_batch=global_batch)
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
+    device = rank_device()
     whole = tiny_llama(seed=seed, layers=layers, hidden=hidden).to(device)  # the same weights on every rank
     check_split(whole.config, world_size, seq_len=seq_len, sequence_parallel=sequence_parallel)
     total_elements = sum(p.numel() for p in whole.parameters())
     model, loss_of, after_backward = _split(whole, implementation, sequence_parallel, device)
     del whole
     optimizer = build_optimizer(model.parameters(), "adamw", lr)
-    seen = observe(model, optimizer)
-    losses, sent, issued = [], [], []
+    observation, losses, issued = observe(model, optimizer), [], []
     for step in range(steps):
         batch = sample_batch(step, global_batch=global_batch, seq_len=seq_len, seed=seed).to(device)
-        sent.append(sent_bytes())
-        with seen.step(tokens=batch.numel()), record_collectives() if step == 0 else nullcontext(issued) as issued:
+        recording = record_collectives() if step == 0 else nullcontext(issued)
+        with observation.step(tokens=batch.numel()), recording as issued:
             with loss_parallel() if implementation == "dtensor" else nullcontext():
                 loss = loss_of(batch)
                 loss.backward()
             after_backward()
             optimizer.step()
             optimizer.zero_grad()
-        sent.append(sent_bytes())
         losses.append(local(loss.detach()).item())  # every rank has the loss of the whole batch already
     dist.barrier()
-    steps_sent = [b - a for a, b in zip(sent[::2], sent[1::2], strict=True) if a is not None and b is not None]
-    late = steps_sent[len(steps_sent) // 2 :]
-    return Outcome(
-        losses, type(model).__name__, rank, world_size, seen.median_step, seen.tokens_per_second, seen.memory,
-        wire_bytes=sum(late) / len(late) if late else None,
-        extra={
-            "local_elements": sum(local(p).numel() for p in model.parameters()),
-            "total_elements": total_elements,
-            "collectives_per_step": summary([(c.kind, c.bytes) for c in issued]),
-        },
-    )  # fmt: skip
+    return observation.outcome(
+        losses,
+        type(model).__name__,
+        local_elements=sum(local(p).numel() for p in model.parameters()),
+        total_elements=total_elements,
+        collectives_per_step=summary([(c.kind, c.bytes) for c in issued]),
+    )
 
 
 def _split(whole: Any, implementation: str, sequence_parallel: bool, device: torch.device) -> tuple[Any, Any, Any]:

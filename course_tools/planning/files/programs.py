@@ -52,12 +52,12 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
         return _split(plan, split, model, given)
     if plan.strategy == "single":
         return _single(plan, model, given)
-    given["accumulate"] = plan.micro_batches
+    given["gradient_accumulation_steps"] = plan.micro_batches
     if plan.strategy == "fsdp":
         refuse_offload_of_fsdp(plan)
         return f"{ROOM}.sharded.fsdp", given | {
             "method": plan.method, "model": model, "precision": plan.precision, "offload": plan.offload == "all",
-            "checkpointing": plan.checkpointing, "lora_rank": plan.lora_rank,
+            "activation_checkpointing": plan.checkpointing, "lora_rank": plan.lora_rank,
         }  # fmt: skip
     if plan.method != "full":
         raise Refused(
@@ -67,18 +67,18 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
         return f"{ROOM}.data_parallel.ddp", given
     return f"{ROOM}.sharded.zero", given | {
         "stage": ZERO_STAGES[plan.strategy], "precision": PRECISIONS[plan.precision], "offload": plan.offload,
-        "checkpointing": plan.checkpointing,
+        "activation_checkpointing": plan.checkpointing,
     }  # fmt: skip
 
 
 def _single(plan: Plan, model: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """One device: the course's oracle for the tiny model, its fine-tuning program for adapters and other models."""
     if plan.method == "full" and model == "tiny":
-        return f"{ROOM}.single", given | {"accumulate": plan.micro_batches}
+        return f"{ROOM}.single", given | {"gradient_accumulation_steps": plan.micro_batches}
     del given["global_batch"]
     return f"{ROOM}.finetune.qlora", given | {
-        "model": model, "method": plan.method, "micro_batch": plan.micro_batch, "accumulate": plan.micro_batches,
-        "precision": plan.precision, "checkpointing": plan.checkpointing, "attention": plan.attention,
+        "model": model, "method": plan.method, "micro_batch_size": plan.micro_batch, "gradient_accumulation_steps": plan.micro_batches,
+        "precision": plan.precision, "activation_checkpointing": plan.checkpointing, "attention": plan.attention,
         "lora_rank": plan.lora_rank,
     }  # fmt: skip
 
@@ -91,15 +91,15 @@ def _split(plan: Plan, split: list[str], model: str, given: dict[str, Any]) -> t
         return f"{ROOM}.tensor.tensor_parallel", given | {"sequence_parallel": plan.sequence_parallel}
     if model == "tiny" and split == ["pp"] and plan.dp == 1:
         return f"{ROOM}.pipeline.pipeline_parallel", given | {
-            "schedule": "interleaved" if plan.chunks > 1 else "1f1b", "micro_batches": plan.micro_batches,
-            "chunks": plan.chunks, "layers": layers,
+            "schedule": "interleaved" if plan.chunks > 1 else "1f1b", "num_microbatches": plan.micro_batches,
+            "virtual_stages": plan.chunks, "layers": layers,
         }  # fmt: skip
     many = {"heads": max(plan.tp, TINY_HEADS), "kv_heads": plan.tp} if plan.tp > TINY_KV_HEADS else {}
     size = {"layers": layers} | many if model == "tiny" else {"model": model}
     # ZeRO-1 beside TP and PP is Megatron's distributed optimizer; three_d shards with FSDP2 or not at all
     return f"{ROOM}.three_d", given | {
         "dp": plan.dp, "pp": plan.pp, "tp": plan.tp, "shard_data": plan.strategy in ("fsdp", *ZERO_STAGES),
-        "micro_batches": plan.micro_batches, **size,
+        "num_microbatches": plan.micro_batches, **size,
     }  # fmt: skip
 
 
@@ -108,9 +108,9 @@ def not_said(plan: Plan, module: str, arguments: dict[str, Any]) -> list[str]:
     words = [
         words
         for name, (usual, words) in LEFT_OUT.items()
-        if getattr(plan, name) != usual and name not in arguments
+        if getattr(plan, name) != usual and not {name, f"activation_{name}"} & set(arguments)
     ]  # fmt: skip
-    if plan.micro_batches > 1 and not {"micro_batches", "accumulate"} & set(arguments):
+    if plan.micro_batches > 1 and not {"num_microbatches", "gradient_accumulation_steps"} & set(arguments):
         words.append("takes a step's sequences at once")
     if module.endswith("context_parallel") and plan.strategy in ("fsdp", *ZERO_STAGES):
         words.append("holds the whole model on every rank")
