@@ -70,9 +70,10 @@ def test_one_process_does_what_a_dense_loop_does(top_k):
     torch.testing.assert_close(out, expected)
     probe = torch.randn(2, 7, 8, dtype=torch.float64)
     for ours, theirs in zip(
-        torch.autograd.grad((out * probe).sum(), weights), torch.autograd.grad((expected * probe).sum(), weights),
+        torch.autograd.grad((out * probe).sum(), weights),
+        torch.autograd.grad((expected * probe).sum(), weights),
         strict=True,
-    ):  # fmt: skip
+    ):
         torch.testing.assert_close(ours, theirs)
 
 

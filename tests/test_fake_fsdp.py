@@ -45,8 +45,10 @@ def test_a_fake_rank_holds_what_a_real_one_holds(real, name):
     fake = fake_fsdp(PRESETS["tiny"], ranks=2, precision="fp32", seq_len=64, **CASES[name])
     for rank in real:
         assert (fake.parameters, fake.gradients, fake.optimizer) == (
-            rank[name].parameters, rank[name].gradients, rank[name].optimizer,
-        )  # fmt: skip
+            rank[name].parameters,
+            rank[name].gradients,
+            rank[name].optimizer,
+        )
     for moment in MOMENTS[:3]:  # gloo's thread may let a unit's flat row go a little later, never earlier
         lowest = min(rank[name].moments[moment] for rank in real)
         assert fake.moments[moment] <= lowest <= 1.1 * fake.moments[moment], moment
@@ -57,15 +59,24 @@ def test_what_lies_at_rest_is_what_the_arithmetic_says():
     fake = fake_fsdp(PRESETS["tiny"], ranks=4, precision="bf16-mixed", seq_len=16)
     told = resident_bytes(units_of("tiny"), strategy="fsdp", ranks=4, precision="bf16-mixed", buffers=128)
     assert (fake.parameters, fake.gradients, fake.optimizer) == (
-        told["parameters"], told["gradients"], told["optimizer_state"],
-    )  # fmt: skip
+        told["parameters"],
+        told["gradients"],
+        told["optimizer_state"],
+    )
 
 
 def test_every_further_block_adds_the_same():
     counts = [
-        fake_fsdp(replace(PRESETS["tiny"], layers=n), ranks=8, method="lora", precision="fp16-mixed",
-                  checkpointing="full", seq_len=64) for n in (3, 4, 6)
-    ]  # fmt: skip
+        fake_fsdp(
+            replace(PRESETS["tiny"], layers=n),
+            ranks=8,
+            method="lora",
+            precision="fp16-mixed",
+            checkpointing="full",
+            seq_len=64,
+        )
+        for n in (3, 4, 6)
+    ]
     three, four, six = counts
     for moment in MOMENTS:
         assert six.moments[moment] == three.moments[moment] + 3 * (four.moments[moment] - three.moments[moment])
@@ -95,8 +106,15 @@ def test_what_is_resized_to_nothing_is_gone():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"ranks": 0}, {"ranks": 2.0}, {"ranks": 4, "method": "qlora"}, {"ranks": 4, "mesh": "3x2"}, {"ranks": 4, "reshard": 3}]
-)  # fmt: skip
+    "wrong",
+    [
+        {"ranks": 0},
+        {"ranks": 2.0},
+        {"ranks": 4, "method": "qlora"},
+        {"ranks": 4, "mesh": "3x2"},
+        {"ranks": 4, "reshard": 3},
+    ],
+)
 def test_what_cannot_be_counted_is_a_sentence(wrong):
     with pytest.raises(ValueError):
         fake_fsdp(PRESETS["tiny"], **{"seq_len": 16, "precision": "fp32", **wrong})

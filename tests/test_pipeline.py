@@ -44,9 +44,14 @@ ON_TWO = {
     "hand, 4": dict(implementation="hand", num_microbatches=4),
 }
 WRAPPERS = {
-    "naive": "ScheduleGPipe", "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B",
-    "zero_bubble": "ScheduleInterleavedZeroBubble", "hand": "one_f_one_b", "hand, 4": "one_f_one_b",
-}  # fmt: skip
+    "naive": "ScheduleGPipe",
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero_bubble": "ScheduleInterleavedZeroBubble",
+    "hand": "one_f_one_b",
+    "hand, 4": "one_f_one_b",
+}
 LAUNCHES = {4: ON_FOUR, 2: ON_TWO}
 EVERY = [(ranks, name) for ranks, settings in LAUNCHES.items() for name in settings]
 WRONG = {  # on two ranks

@@ -27,10 +27,15 @@ BATCH, TOKENS = 4, 32
 STEPS = {("hand", False): 20, ("hand", True): 20, ("dtensor", False): 20, ("dtensor", True): 5}
 SETTINGS = list(STEPS)  # (implementation, sequence_parallel)
 BY_NAME = {  # of a part by hand -> of the whole
-    "blocks": "model.layers", "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm", "attention": "self_attn",
-    "head": "lm_head", "embedding": "model.embed_tokens", "norm": "model.norm",
+    "blocks": "model.layers",
+    "norm_1": "input_layernorm",
+    "norm_2": "post_attention_layernorm",
+    "attention": "self_attn",
+    "head": "lm_head",
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
     **{short: f"{short}_proj" for short in ("q", "k", "v", "o", "gate", "up", "down")},
-}  # fmt: skip
+}
 
 # fp32 rounds to 6e-8 of a value, and sums of two parts round otherwise than one sum: up to 2.1e-7 seen after 20 steps
 TOLERANCE = 1e-5
@@ -49,9 +54,11 @@ def all_settings():
         for vocab_parallel in (False, True):
             for tied in (False, True):
                 model = TensorParallelLlama(
-                    tiny_llama(layers=2, tie_embeddings=tied), dist.group.WORLD,
-                    sequence_parallel=sequence_parallel, vocab_parallel=vocab_parallel,
-                )  # fmt: skip
+                    tiny_llama(layers=2, tie_embeddings=tied),
+                    dist.group.WORLD,
+                    sequence_parallel=sequence_parallel,
+                    vocab_parallel=vocab_parallel,
+                )
                 batch = sample_batch(0, global_batch=BATCH, seq_len=TOKENS)
                 loss = model(batch, batch)
                 loss.backward()
@@ -110,9 +117,14 @@ def told(sequence_parallel, layers=4, vocab_parallel=True):
     """(kind, bytes that one of two ranks puts in) -> how many, of the formula."""
     shape = shape_of(tiny_llama(layers=layers, device="meta").config)
     messages = formula(
-        shape, tp=2, micro_batch=BATCH, seq_len=TOKENS, element=4, sequence_parallel=sequence_parallel,
+        shape,
+        tp=2,
+        micro_batch=BATCH,
+        seq_len=TOKENS,
+        element=4,
+        sequence_parallel=sequence_parallel,
         vocab_parallel=vocab_parallel,
-    )  # fmt: skip
+    )
     return Counter(
         {(m.collective, m.num_bytes // (2 if m.collective == "all_gather" else 1)): m.count for m in messages}
     )

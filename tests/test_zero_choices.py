@@ -43,8 +43,15 @@ def variants(folder, **kwargs):
     rank = torch.distributed.get_rank()
     if rank == 0:
         with open(user, "w") as file:
-            json.dump({"train_batch_size": 12, "gradient_accumulation_steps": 3, "gradient_clipping": 0.0,
-                       "zero_optimization": {"stage": 2}}, file)  # fmt: skip
+            json.dump(
+                {
+                    "train_batch_size": 12,
+                    "gradient_accumulation_steps": 3,
+                    "gradient_clipping": 0.0,
+                    "zero_optimization": {"stage": 2},
+                },
+                file,
+            )
     torch.distributed.barrier()
     told = {
         "stage 2": go(stage=2),
@@ -139,8 +146,15 @@ def more(private_tmp, tmp_path_factory):
 
 
 EXACT = [
-    "2 micro-batches", "2 micro-batches at 1", "larger bucket", "optimizer on the host", "all on the host", "checkpointed", "user's file", "accelerate",
-]  # fmt: skip
+    "2 micro-batches",
+    "2 micro-batches at 1",
+    "larger bucket",
+    "optimizer on the host",
+    "all on the host",
+    "checkpointed",
+    "user's file",
+    "accelerate",
+]
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -179,8 +193,9 @@ def test_what_offloading_moves(more):
         device, host = told["optimizer on the host"].memory, told["optimizer on the host"].extra["on_host"]
         assert device["parameters"] == WEIGHTS + ROTARY and device["optimizer_state"] == device["master"] == 0
         assert device["buckets"] == 4 * max(NUMELS) and device["gradients"] == 0
-        assert host == dict(parameters=0, gradients=mine, optimizer_state=2 * mine + 4, master=mine,
-                            buckets=mine + 4 * max(NUMELS))  # fmt: skip
+        assert host == dict(
+            parameters=0, gradients=mine, optimizer_state=2 * mine + 4, master=mine, buckets=mine + 4 * max(NUMELS)
+        )
         device, host = told["all on the host"].memory, told["all on the host"].extra["on_host"]
         assert device["parameters"] == ROTARY and device["buckets"] == 4 * BUCKET and device["gradients"] == 0
         assert host == dict(parameters=mine, gradients=2 * mine, optimizer_state=2 * mine + 4, master=mine, buckets=0)

@@ -63,8 +63,15 @@ def tiny_llama(
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "intermediate": intermediate,
-             "vocab": vocab, "max_length": max_length}  # fmt: skip
+    sizes = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "intermediate": intermediate,
+        "vocab": vocab,
+        "max_length": max_length,
+    }
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}={size}: give a whole number of at least 1.")

@@ -1,2 +1,2 @@
-"""Real training programs, one a file. Each runs from a notebook (``launch(ddp.train, ranks=2)``) and from a shell
-(``torchrun --nproc_per_node 2 -m course_lib.training.data_parallel.ddp``)."""
+"""The course's training programs, one per file. Each runs from a notebook (``launch(ddp.train, ranks=2)``) and from a
+shell (``torchrun --nproc_per_node 2 -m course_lib.training.data_parallel.ddp``)."""

@@ -1,4 +1,4 @@
-"""A command line for a training program, read off the signature of its ``train`` function."""
+"""A command line for a training program, built from the signature of its ``train`` function."""
 
 from __future__ import annotations
 

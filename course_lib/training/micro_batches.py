@@ -1,4 +1,4 @@
-"""How an optimizer step's batch is cut into equal micro-batches; every training program of the course asks here."""
+"""Split the global batch of an optimizer step into equal micro-batches."""
 
 from course_lib.validation import check_counts
 

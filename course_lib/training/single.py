@@ -1,4 +1,4 @@
-"""One device, the whole global batch: the oracle that every parallel program of the course is held against."""
+"""One device trains on the whole global batch: every parallel program is compared with this one."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""3D parallelism: pipeline stages, tensor parallelism inside a stage, and copies or shards of all that for data.
+"""3D parallelism: pipeline stages, tensor parallelism inside each stage, and data parallelism over copies or shards of that.
 
-Three axes of one named device mesh, and one PyTorch tool for each: ``torch.distributed.pipelining`` along "pp",
-DTensor's plan along "tp", ``fully_shard`` along "dp" (or one all-reduce of the gradients). Narayanan et al. 2021,
-"Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (arXiv:2104.04473).
-"""
+Each axis of one named device mesh has its PyTorch tool: ``torch.distributed.pipelining`` along "pp", DTensor's plan along
+"tp", ``fully_shard`` along "dp" (or one all-reduce of the gradients). Narayanan et al. 2021, "Efficient Large-Scale Language
+Model Training on GPU Clusters Using Megatron-LM" (arXiv:2104.04473)."""
 
 from __future__ import annotations
 

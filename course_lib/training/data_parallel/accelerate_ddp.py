@@ -1,4 +1,5 @@
-"""The same training with Hugging Face Accelerate: ``prepare`` wraps, ``accumulate`` decides when gradients travel."""
+"""Data parallelism with Hugging Face Accelerate: ``prepare`` wraps the model, ``accumulate`` decides when gradients are
+reduced."""
 
 from __future__ import annotations
 

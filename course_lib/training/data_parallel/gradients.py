@@ -1,4 +1,4 @@
-"""The gradients of several ranks made one, in a single message."""
+"""All-reduce the gradients of a model in a single message."""
 
 from __future__ import annotations
 

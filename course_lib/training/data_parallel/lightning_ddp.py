@@ -1,5 +1,5 @@
-"""The same training with Lightning, which starts its ranks by itself: ``ddp`` runs this program again once a rank,
-``ddp_spawn`` starts fresh interpreters and must pickle what they need."""
+"""Data parallelism with Lightning, which starts its own ranks: ``ddp`` runs this program again for each rank,
+``ddp_spawn`` starts new interpreters and must pickle what they need."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Is training on three hosts three times faster? DDP of the tiny Llama over links of a chosen speed.
+"""How much faster do three hosts train than one? DDP of the tiny Llama over links of a chosen speed.
 
-All hosts are on this machine, and ranks that share its cores cannot compute faster together than alone. So computing is
-emulated too: besides the tiny model's own work, which is kept small, every layer sleeps its share of `compute_seconds`,
-a third of it forward and two thirds backward. What is real are the gradients, their way over the link, and DDP's
-overlap of the two.
-"""
+All hosts are emulated on this machine, whose cores they share, so computing is emulated, too: the tiny model's own work is
+small, and every layer also sleeps its share of `compute_seconds`, one third of it forward and two thirds backward. The
+gradients, their transfer over the link and DDP's overlap of both are real."""
 
 from __future__ import annotations
 
@@ -78,9 +76,16 @@ def scaling(
         raise ValueError(f"steps={steps}: the first two are warm-up, so take at least 3.")
     with emulated_hosts(hosts, 1, link, how=how) as machines:
         run = machines.launch(
-            train, steps=steps, compute_seconds=compute_seconds, gradient_accumulation_steps=gradient_accumulation_steps, adapters=adapters,
-            seq_len=seq_len, threads=1, quiet=True, timeout=600,
-        )  # fmt: skip
+            train,
+            steps=steps,
+            compute_seconds=compute_seconds,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            adapters=adapters,
+            seq_len=seq_len,
+            threads=1,
+            quiet=True,
+            timeout=600,
+        )
         times = [max(of_ranks) for of_ranks in zip(*(result[0] for result in run.results), strict=True)]
         step = statistics.median(times[2:])
         tokens = hosts * gradient_accumulation_steps * seq_len

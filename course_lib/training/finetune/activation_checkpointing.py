@@ -1,10 +1,8 @@
-"""Activation checkpointing: forget what a block computed, and compute it again when the backward pass asks.
+"""Activation checkpointing: free what a block computed, and recompute it in the backward pass (Chen et al., arXiv:1604.06174).
 
-"full" keeps each block's input alone. "selective" keeps, besides, what was dear to compute: the results of the products
-with weights and of the attention kernel; cheap steps (norms, rotary, SwiGLU, casts, sums) run again. The attention
-scores of eager attention, T x T a head, are recomputed too, which is the selective recomputation of Korthikanti et al.
-(arXiv:2205.05198). Checkpointing itself: Chen et al. (arXiv:1604.06174).
-"""
+"full" keeps only the input of each block. "selective" also keeps what is expensive to recompute, the products with weights
+and the attention kernel's result, and recomputes the cheap steps (norms, rotary, SwiGLU, casts, sums). The T x T scores of
+eager attention are recomputed, too: the selective recomputation of Korthikanti et al. (arXiv:2205.05198)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a fine-tune on one device is put together: weights, precision, adapters, activation checkpointing, optimizer.
+"""Build a fine-tuning run on one device: weights, precision, adapters, activation checkpointing, optimizer.
 
 Which dtype every tensor has (16 is bf16 or fp16, whichever the precision names):
 
@@ -11,8 +11,8 @@ Which dtype every tensor has (16 is bf16 or fp16, whichever the precision names)
     lora    bf16        bf16, frozen             bf16      bf16         bf16         no
     qlora   any         as lora's; the blocks' linears in NF4, frozen, whatever the precision
 
-NF4 is a byte for two weights, a byte for the scale of each 64 weights, an fp32 for each 256 of these scales, one fp32
-offset a matrix. The embedding, the norms and lm_head are not quantized. Buffers (rotary frequencies) stay fp32. Adam's
+NF4 takes one byte for two weights, one byte for the scale of each 64 weights, an fp32 for each 256 of these scales, and
+one fp32 offset per matrix. The embedding, the norms and lm_head are not quantized. Buffers (rotary frequencies) stay fp32. Adam's
 moments have their parameter's dtype; 8-bit ones are uint8, fp32 for tensors below 4,096 numbers. Nothing else is
 upcast: PEFT's `prepare_model_for_kbit_training` and its `autocast_adapter_dtype`, which do that silently, are not used.
 """
@@ -84,13 +84,28 @@ def build_model(
         course_lib.models.ModelNotAvailable: the model is not to be had.
     """
     device = pick_device(device)
-    check(method=method, precision=precision, attention=attention, activation_checkpointing=activation_checkpointing, lora_rank=lora_rank,
-          device=device)  # fmt: skip
+    check(
+        method=method,
+        precision=precision,
+        attention=attention,
+        activation_checkpointing=activation_checkpointing,
+        lora_rank=lora_rank,
+        device=device,
+    )
     model, tokenizer = load(name, dtype=torch.float32 if name == "tiny" else dtypes(method, precision).weights)
     if name == "tiny":
         model = tiny_llama(seed=seed)
-    return prepare(model, method=method, precision=precision, attention=attention, activation_checkpointing=activation_checkpointing,
-                   lora_rank=lora_rank, lora_alpha=lora_alpha, seed=seed, device=device), tokenizer  # fmt: skip
+    return prepare(
+        model,
+        method=method,
+        precision=precision,
+        attention=attention,
+        activation_checkpointing=activation_checkpointing,
+        lora_rank=lora_rank,
+        lora_alpha=lora_alpha,
+        seed=seed,
+        device=device,
+    ), tokenizer
 
 
 def prepare(
@@ -111,8 +126,14 @@ def prepare(
     `storage` is for "qlora", as in `quantize_linears`.
     """
     device = pick_device(device)
-    check(method=method, precision=precision, attention=attention, activation_checkpointing=activation_checkpointing, lora_rank=lora_rank,
-          device=device)  # fmt: skip
+    check(
+        method=method,
+        precision=precision,
+        attention=attention,
+        activation_checkpointing=activation_checkpointing,
+        lora_rank=lora_rank,
+        device=device,
+    )
     kinds = dtypes(method, precision)
     model.config.use_cache = False  # keys and values of earlier tokens: for generating, not for training
     model.set_attn_implementation(ATTENTIONS[attention])
@@ -150,13 +171,23 @@ def quantize_linears(
         if name.split(".")[-1] == "lm_head":  # often the embedding itself; and the last layer forgives rounding least
             continue
         packed = Linear4bit(
-            linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=compute,
-            compress_statistics=True, quant_type="nf4", quant_storage=storage, device="meta",
-        )  # fmt: skip
-        packed.weight = Params4bit(
-            linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", module=packed,
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            compute_dtype=compute,
+            compress_statistics=True,
+            quant_type="nf4",
             quant_storage=storage,
-        )  # fmt: skip
+            device="meta",
+        )
+        packed.weight = Params4bit(
+            linear.weight.data,
+            requires_grad=False,
+            compress_statistics=True,
+            quant_type="nf4",
+            module=packed,
+            quant_storage=storage,
+        )
         packed.bias = linear.bias
         # On a CPU with AVX512-BF16 an evaluation would reorder the weights in place, into bytes that nothing else reads.
         packed.support_avx512bf16_for_cpu = False

@@ -1,4 +1,4 @@
-"""Training steps of a Llama of any size on fake tensors: what they would hold and allocate, without the memory for it."""
+"""Count what a training step of a Llama of any size would allocate, on fake tensors that take no memory."""
 
 from __future__ import annotations
 
@@ -39,11 +39,18 @@ class FakeStep:
 def llama(shape: Shape, *, dtype: torch.dtype = torch.float32, checkpointing: str = "none") -> LlamaForCausalLM:
     """A Llama of these widths in training mode, on whatever tensors the context makes (fake ones under `fake_tensors`)."""
     config = LlamaConfig(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim, max_position_embeddings=8192, tie_word_embeddings=shape.tied, use_cache=False,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=8192,
+        tie_word_embeddings=shape.tied,
+        use_cache=False,
         attn_implementation="sdpa",
-    )  # fmt: skip
+    )
     with _default_dtype(dtype):
         model = LlamaForCausalLM(config)
     set_checkpointing(model, checkpointing)

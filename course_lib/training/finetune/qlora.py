@@ -1,4 +1,4 @@
-"""A fine-tune on one device: QLoRA by default, LoRA or every weight by choice, on the course's questions and answers."""
+"""Fine-tune a model on the course's questions and answers on one device: QLoRA, LoRA, or every weight."""
 
 from __future__ import annotations
 
@@ -72,8 +72,15 @@ def train(
         held_out=held_out,
     )
     precision = best_precision() if precision == "auto" else precision
-    net, tokenizer = build_model(model, method=method, precision=precision, attention=attention,
-                                 activation_checkpointing=activation_checkpointing, lora_rank=lora_rank, seed=seed)  # fmt: skip
+    net, tokenizer = build_model(
+        model,
+        method=method,
+        precision=precision,
+        attention=attention,
+        activation_checkpointing=activation_checkpointing,
+        lora_rank=lora_rank,
+        seed=seed,
+    )
     device = net.device
     optim = build_optimizer(trainable(net), optimizer, lr)
     scaler = grad_scaler(precision, device)
@@ -180,9 +187,14 @@ def answer(model: Any, tokenizer: Any, question: str, max_new_tokens: int = 60, 
     turns = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with autocast(precision, model.device):
-        written = model.generate(**prompt.to(model.device), max_new_tokens=max_new_tokens, do_sample=False,
-                                 use_cache=True, eos_token_id=tokenizer.eos_token_id,
-                                 pad_token_id=tokenizer.pad_token_id)  # fmt: skip
+        written = model.generate(
+            **prompt.to(model.device),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            use_cache=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
     model.train(training)
     return tokenizer.decode(written[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 

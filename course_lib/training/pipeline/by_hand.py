@@ -1,7 +1,6 @@
-"""One optimizer step's forwards and backwards as 1F1B, over send and receive alone.
+"""The 1F1B pipeline schedule over plain send and receive: all forward and backward passes of one optimizer step.
 
-The order is that of `course_lib.parallel.schedules.orders("1f1b", …)` (Narayanan et al. 2021, arXiv:2006.09503).
-"""
+The order is that of `course_lib.parallel.schedules.orders("1f1b", …)` (Narayanan et al. 2021, arXiv:2006.09503)."""
 
 from __future__ import annotations
 

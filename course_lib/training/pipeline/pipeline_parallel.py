@@ -1,8 +1,7 @@
-"""Pipeline parallelism: the tiny Llama cut by layers over the ranks, micro-batches passed from one to the next.
+"""Pipeline parallelism: each rank holds some layers of the tiny Llama, and micro-batches travel from rank to rank.
 
-The loop is that of `course_lib.training.single`; in the place of its forward and backward stands a schedule of
-``torch.distributed.pipelining``, or the one of `course_lib.training.pipeline.by_hand`.
-"""
+The loop is that of `course_lib.training.single`. Its forward and backward passes are run by a schedule of
+``torch.distributed.pipelining``, or by `course_lib.training.pipeline.by_hand`."""
 
 from __future__ import annotations
 
@@ -146,11 +145,16 @@ def _by_torch(
     ends = (torch.empty(sizes[:2], device="meta", dtype=torch.long), between.new_empty((*sizes[:2], VOCAB)))
     made = [
         RecordedStage(
-            part, i, every, device, record=record,
-            input_args=between if i else ends[0], output_args=between if i < every - 1 else ends[1],
+            part,
+            i,
+            every,
+            device,
+            record=record,
+            input_args=between if i else ends[0],
+            output_args=between if i < every - 1 else ends[1],
         )
         for part, i in zip(parts, mine, strict=True)
-    ]  # fmt: skip
+    ]
     naive = schedule == "naive"
     plan = CLASSES[schedule](
         made if schedule in ("interleaved", "zero_bubble") else made[0],

@@ -1,4 +1,4 @@
-"""When each forward and backward of each micro-batch ran on this rank, and how long it must take at least."""
+"""Record when each forward and backward pass of each micro-batch ran on this rank, and slow them down on request."""
 
 from __future__ import annotations
 

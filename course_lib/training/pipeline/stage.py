@@ -1,4 +1,4 @@
-"""The tiny Llama cut by layers: what one stage of a pipeline holds and computes."""
+"""One pipeline stage of the tiny Llama: the layers that it holds and what it computes."""
 
 from __future__ import annotations
 

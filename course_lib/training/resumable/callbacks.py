@@ -1,4 +1,4 @@
-"""Who is told what a resumable run does: a heartbeat for the watchdog, a tracker for the charts; or nobody."""
+"""Optional callbacks that report a resumable run's progress: a heartbeat for the watchdog, a tracker for the charts."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Is a resumed run the run that was interrupted? Two records are compared, and the first difference is named by its cause.
+"""Compare the records of an undisturbed and a resumed run, and name the cause of the first difference.
 
 >>> compare_resume("runs/undisturbed", "runs/resumed")
 ['dropout was 0.1 and is 0.0 since the resume at step 10: the losses part there (4.213 and 4.198).']
 
-A loss curve does not tell: dropout that is gone, a learning rate that warms up again or batches that are seen twice make
-losses lower, or as good. So everything that has to come back is compared with what it was at the same step.
+A loss curve does not show it: losses get lower, or stay as good, when dropout is lost, the learning rate warms up again or
+batches are seen twice. So everything that a resume must restore is compared with what it was at the same step.
 """
 
 from __future__ import annotations

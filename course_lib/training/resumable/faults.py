@@ -1,7 +1,6 @@
-"""Faults for a lesson to plant in a resumable run: a batch that spikes, a rank that dies, a resume that forgets.
+"""Faults that a lesson can plant in a resumable run: a batch that spikes, a rank that dies, a resume that forgets.
 
-No training needs this file; each device does nothing unless an option of ``resumable.train`` asks for it.
-"""
+Each does nothing unless an argument of ``train`` asks for it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Gradients that do not know how many ranks there were: summed over fixed shards of the batch in one fixed order.
+"""Sum gradients in an order that does not depend on the number of ranks.
 
-Adding in another order rounds differently, and an all-reduce adds in an order that depends on the number of ranks. Here
-the global batch is cut into as many shards as there are *virtual ranks*, a number that never changes in the life of a
-run; whichever rank has computed a shard's gradient, the sum runs over shards 0, 1, 2, … (Li et al. 2022, "EasyScale",
-arXiv:2208.14228).
+Adding in another order rounds differently, and the order of an all-reduce depends on the number of ranks. Here the global
+batch is split into as many shards as there are *virtual ranks*, a number that a run never changes. Whichever rank computed
+a shard's gradient, the sum runs over shards 0, 1, 2, … (Li et al. 2022, "EasyScale", arXiv:2208.14228).
 """
 
 from __future__ import annotations

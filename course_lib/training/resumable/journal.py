@@ -1,8 +1,7 @@
-"""A run's diary beside its checkpoints: one line of JSON for each start, step, spike and save, never rewritten.
+"""A run's journal: one line of JSON for each start, step, spike and save, appended to a file beside the checkpoints.
 
-A run that is killed and resumed goes on in the same file. What was done after the last checkpoint stands there twice
-then: the later line counts, for the earlier work was lost. A line that a kill has cut short is left out.
-"""
+A run that is killed and resumed appends to the same file. Steps after the last checkpoint then appear twice; the later line
+counts, because the earlier work was lost. A line cut short by a kill is ignored."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Data parallelism that can be killed at any moment and goes on as if nothing had happened, also on fewer ranks.
+"""Data-parallel training that can be killed at any moment and continues exactly, even on fewer ranks.
 
-What a run must bring back: weights, optimizer, learning-rate schedule, random numbers, its place in the data. And what it
-must not depend on: how many ranks there are (see ``resumable_sums``). Equal bit for bit on CPU ranks; on GPUs only as far as
-their kernels are deterministic (``torch.use_deterministic_algorithms``).
+A resume must restore weights, optimizer, learning-rate schedule, random numbers and the position in the data, and sums must
+not depend on the number of ranks (see ``gradient_sums``). Equal bit for bit on CPU ranks; on GPUs only as far as their
+kernels are deterministic (``torch.use_deterministic_algorithms``).
 
     torchrun --nproc_per_node 2 --max-restarts 3 -m course_lib.training.resumable.program --checkpoint-dir runs/x
 """
@@ -86,8 +86,8 @@ def train(
         stop_at: leave after so many updates, saving nothing, as a job does whose time is up; 0 for ``steps``.
         on_spike: "skip" leaves out the update of a batch whose loss or gradient norm is a spike (``course_lib.training.resumable.spikes``);
             "rollback" also goes back to the last checkpoint, and on with the batches after the spike; "none" tells it.
-        heartbeat, heartbeat_every, tracker: as in ``resumable_reports.Reports``.
-        spoil_step, forget, die_at, die_rank: faults to plant, as in ``resumable_faults``: the batch at this place of the
+        heartbeat, heartbeat_every, tracker: as in ``callbacks.Reports``.
+        spoil_step, forget, die_at, die_rank: faults to plant, as in ``faults``: the batch at this place of the
             data is random bytes, with 100 times its loss; what a resume gets wrong; the update before which a rank dies.
         hidden, layers: of the tiny model.
 
@@ -95,7 +95,7 @@ def train(
         Losses of all updates from the first one on, those before the resume read from the journal in ``checkpoint_dir``. In
         ``extra``: first_step (of this process), last_norm, left_out (batches that no update stands for), fingerprint (of
         all tensors at the end), failed_saves, and record: the journal's folder, or its events where there is none
-        (``resume_check`` reads both).
+        (``comparison`` reads both).
 
     Raises:
         ValueError: choices that do not exist, or do not fit each other, the checkpoint or the ranks.
@@ -215,9 +215,13 @@ def train(
                 journal.write("step", **told)
                 own = torch.stack(rows)[:, -1].sum().item() * virtual_ranks / len(mine)  # what an average would hide
                 reports.log(
-                    told["step"], tokens=shards[0].numel() * len(mine), loss=told["loss"], own_loss=own,
-                    gradient_norm=norm, learning_rate=told["lr"],
-                )  # fmt: skip
+                    told["step"],
+                    tokens=shards[0].numel() * len(mine),
+                    loss=told["loss"],
+                    own_loss=own,
+                    gradient_norm=norm,
+                    learning_rate=told["lr"],
+                )
                 if checkpoint_dir and (at.step % save_every == 0 or at.step == steps):
                     failed_saves += not save_here()
                 continue

@@ -1,8 +1,8 @@
-"""When a loss is a spike: it stands out from the losses before it by more than they differ among themselves.
+"""Detect spikes: losses that differ from those before by far more than these differ among themselves.
 
-A mean and a standard deviation would be moved by the very spike that they shall find; the median and the median
-absolute deviation (MAD) are not. Spikes were met in training large models by skipping batches (PaLM: back to a checkpoint
-some 100 steps before, then 200 to 500 batches left out; Chowdhery et al. 2022, arXiv:2204.02311, section 5.1).
+The median and the median absolute deviation (MAD) are used because the spike itself would move a mean and a standard
+deviation. Large models were trained past spikes by skipping batches (PaLM: back to a checkpoint some 100 steps before, then
+200 to 500 batches skipped; Chowdhery et al. 2022, arXiv:2204.02311, section 5.1).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a resumable run consists of beside its tensors, and a fingerprint of all of it."""
+"""The state of a resumable run beside its tensors, and a fingerprint of all of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Progress:
         step: updates done.
         position: the next batch of the data. Ahead of ``step`` by the batches that were skipped.
         drawn: how often every virtual rank has begun a stream of random numbers: with the seed, the whole state of the
-            dropout's generators (``resumable_sums.stream_seed``).
+            dropout's generators (``gradient_sums.stream_seed``).
     """
 
     step: int = 0

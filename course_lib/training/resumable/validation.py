@@ -1,4 +1,4 @@
-"""What ``resumable.train`` refuses, in one sentence each, and what it only tells."""
+"""Check the arguments of a resumable run, alone and against its checkpoint."""
 
 from __future__ import annotations
 

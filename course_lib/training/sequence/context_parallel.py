@@ -1,8 +1,7 @@
-"""Context parallelism: every rank holds the whole model and a part of each sequence; attention goes round a ring.
+"""Context parallelism: every rank holds the whole model and a part of each sequence, and attention runs around a ring.
 
-All else in a transformer treats tokens one by one, so only attention has to know (Ring Attention, arXiv:2310.01889;
-Megatron-core's and Llama 3's context parallelism). What autograd keeps for the backward pass is a rank's tokens' alone.
-"""
+Everything else in a transformer treats tokens one by one, so only attention changes (Ring Attention, arXiv:2310.01889;
+Megatron-core's and Llama 3's context parallelism). Each rank keeps activations of its own tokens only."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Expert parallelism: every rank holds all of the attention, some of the experts, and its share of the batch.
 
-The tiny Llama with a mixture of experts in the place of each block's MLP. Ranks are data-parallel for all that they
-hold in common, and send each other tokens for the rest (GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596).
-"""
+Each MLP of the tiny Llama is replaced by a mixture of experts. Ranks are data-parallel for what they all hold, and exchange
+tokens for the rest (GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596)."""
 
 from __future__ import annotations
 

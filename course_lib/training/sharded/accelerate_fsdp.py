@@ -1,7 +1,6 @@
-"""The same training with Hugging Face Accelerate, whose configuration decides: FSDP2 here, DDP or ZeRO elsewhere.
+"""FSDP2 with Hugging Face Accelerate's plugin.
 
-The loop is that of ``course_lib.training.data_parallel.accelerate_ddp``: only the plugin that the Accelerator is given differs.
-"""
+The loop is that of ``course_lib.training.data_parallel.accelerate_ddp``; only the Accelerator's plugin differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one thing that Accelerate needs before it shards on CPU ranks. Where CUDA is there, nothing here does anything."""
+"""Let Accelerate shard on CPU ranks. With CUDA nothing here does anything."""
 
 from __future__ import annotations
 

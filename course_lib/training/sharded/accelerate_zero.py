@@ -1,4 +1,4 @@
-"""The same training with Hugging Face Accelerate's DeepSpeed plugin: the loop of `accelerate_ddp`, sharded by configuration.
+"""ZeRO with Hugging Face Accelerate's DeepSpeed plugin: the loop of `accelerate_ddp`, sharded by configuration.
 
 Started by `launch(accelerate_zero.train, ...)`, by torchrun, or with the launcher's own settings by
 `accelerate launch --use_deepspeed --num_processes 2 --zero_stage 2 -m course_lib.training.sharded.accelerate_zero` and by
@@ -73,13 +73,24 @@ def train(
         gradient_accumulation_steps=gradient_accumulation_steps,
     )
     if not _configured():
-        chosen = zero_config(stage, ranks=world_size, global_batch=global_batch, gradient_accumulation_steps=gradient_accumulation_steps, max_grad_norm=max_grad_norm,
-                             precision=precision, offload=offload, bucket_elements=bucket_elements)  # fmt: skip
+        chosen = zero_config(
+            stage,
+            ranks=world_size,
+            global_batch=global_batch,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            max_grad_norm=max_grad_norm,
+            precision=precision,
+            offload=offload,
+            bucket_elements=bucket_elements,
+        )
         del chosen["optimizer"]  # Accelerate brings the one below
         plugin.deepspeed_config.update(chosen)
     config = plugin.deepspeed_config
-    config.update(train_batch_size=global_batch, train_micro_batch_size_per_gpu=micro_batch,
-                  gradient_accumulation_steps=gradient_accumulation_steps)  # fmt: skip
+    config.update(
+        train_batch_size=global_batch,
+        train_micro_batch_size_per_gpu=micro_batch,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+    )
     config["steps_per_print"] = None  # Accelerate's infinity is no JSON
     if config.get("gradient_clipping", "auto") == "auto":  # DeepSpeed's own choice would be 1.0
         config["gradient_clipping"] = max_grad_norm

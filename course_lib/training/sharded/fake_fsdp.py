@@ -1,8 +1,8 @@
-"""One rank of an FSDP2 step on as many ranks as you like, on fake tensors: nothing is allocated, nothing is sent.
+"""Count the bytes of one rank in an FSDP2 step on any number of ranks, on a laptop: nothing is allocated and nothing is sent.
 
-The model is cut by the same `shard` as in `course_lib.training.sharded.fsdp` and runs forward, backward and the optimizer's step.
-Only two things are not real: tensors have no memory (`course_lib.observe.fake`), and the process group knows its ranks and
-answers every collective at once. So the bytes of one GPU among 32 are counted on a laptop.
+The model is sharded by the same `shard` as in `course_lib.training.sharded.fsdp` and runs forward, backward and the
+optimizer's step. Only its tensors have no memory (`course_lib.observe.fake`), and its process group answers every collective
+at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Parameters, gradients and optimizer state sharded over the ranks with PyTorch's ``fully_shard`` (FSDP2).
+"""FSDP2: parameters, gradients and optimizer state sharded over the ranks with PyTorch's ``fully_shard``.
 
 Every rank trains on its slice of the global batch, as under DDP, but keeps only its rows of every parameter; the loop
-is the one of a single device (Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277).
-"""
+is the one of a single device (Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277)."""
 
 from __future__ import annotations
 

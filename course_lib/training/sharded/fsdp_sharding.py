@@ -1,8 +1,8 @@
-"""How a model is cut into FSDP2 units, what each rank then holds, and the proof that it really is cut.
+"""Shard a model into FSDP2 units, and prove that it really is sharded.
 
-``fully_shard`` (torch.distributed.fsdp) turns every parameter of a unit into a DTensor, of which a rank keeps its rows.
-Before a unit computes, one all_gather puts its parameters together; afterwards they are let go, and after its backward
-pass one reduce_scatter leaves every rank the sum of the gradients of its rows. Ideas: ZeRO-3 (arXiv:1910.02054), FSDP
+``fully_shard`` (torch.distributed.fsdp) turns every parameter of a unit into a DTensor, of which each rank keeps some rows.
+Before a unit computes, one all-gather collects its parameters; afterwards they are freed, and after its backward pass one
+reduce-scatter leaves each rank the sum of the gradients of its rows. Ideas: ZeRO-3 (arXiv:1910.02054), FSDP
 (arXiv:2304.11277).
 """
 

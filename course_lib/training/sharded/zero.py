@@ -1,9 +1,8 @@
-"""ZeRO with DeepSpeed: every rank keeps a share of what DistributedDataParallel's ranks keep whole.
+"""ZeRO with DeepSpeed: every rank keeps a share of what each rank of DistributedDataParallel keeps whole.
 
-Stage 1 shards the optimizer's state, stage 2 gradients too, stage 3 weights too (Rajbhandari et al. 2020, "ZeRO",
-arXiv:1910.02054); stage 0 is data parallelism. What one rank holds beyond its share is told by
-`course_lib.observe.deepspeed_memory`.
-"""
+Stage 1 shards the optimizer's state, stage 2 also gradients, stage 3 also weights (Rajbhandari et al. 2020, "ZeRO",
+arXiv:1910.02054); stage 0 is data parallelism. `course_lib.observe.deepspeed_memory` shows what a rank holds beyond its
+share."""
 
 from __future__ import annotations
 
@@ -90,10 +89,19 @@ def train(
         config = config if torch.cuda.is_available() else without_compiling(config)
     else:
         config = zero_config(
-            stage, ranks=world_size, global_batch=global_batch, gradient_accumulation_steps=gradient_accumulation_steps, lr=lr, max_grad_norm=max_grad_norm,
-            precision=precision, offload=offload, nvme_path=nvme_path, bucket_elements=bucket_elements,
-            prefetch_elements=prefetch_elements, compiled=torch.cuda.is_available(),
-        )  # fmt: skip
+            stage,
+            ranks=world_size,
+            global_batch=global_batch,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            lr=lr,
+            max_grad_norm=max_grad_norm,
+            precision=precision,
+            offload=offload,
+            nvme_path=nvme_path,
+            bucket_elements=bucket_elements,
+            prefetch_elements=prefetch_elements,
+            compiled=torch.cuda.is_available(),
+        )
     global_batch, _, gradient_accumulation_steps = batch_sizes(config, ranks=world_size)
     micro_batch_size(
         steps=steps,

@@ -1,7 +1,6 @@
-"""DeepSpeed's JSON configuration: written for a stage, and read with questions that DeepSpeed asks late or never.
+"""DeepSpeed's JSON configuration: write one for a stage, and check one for mistakes that DeepSpeed reports late or never.
 
-Nothing here imports DeepSpeed: a configuration can be judged on a machine that has none.
-"""
+Nothing here imports DeepSpeed, so a configuration can be checked on a machine without it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""A DeepSpeed engine over a model, with proof that it does what its configuration says.
+"""A DeepSpeed engine around a model, with proof that it does what its configuration says.
 
-DeepSpeed is made for GPUs. On CPU ranks its own shared-memory all-reduce stays off: it would be compiled for a minute, and
-what it carries would pass by everybody who counts collectives.
-"""
+On CPU ranks DeepSpeed's own shared-memory all-reduce stays off: compiling it takes a minute, and its traffic would be
+invisible to everything that counts collectives."""
 
 from __future__ import annotations
 

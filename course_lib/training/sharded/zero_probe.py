@@ -1,4 +1,4 @@
-"""Imported in the server that ranks are forked from: DeepSpeed asks the compiler once what it could build, for all."""
+"""Imported once by the server that ranks are forked from: DeepSpeed then asks the compiler what it could build only once."""
 
 from deepspeed.ops import __compatible_ops__ as compatible_ops
 

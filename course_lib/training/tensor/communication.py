@@ -1,4 +1,4 @@
-"""What tensor parallelism sends, as pairs: each function's backward pass is the other half of its forward pass.
+"""The collectives of tensor parallelism, each with its counterpart in the backward pass.
 
 `copy_to_ranks` and `sum_over_ranks` are Megatron-LM's f and g (Shoeybi et al. 2019, arXiv:1909.08053, section 3);
 `gather_sequence` and `scatter_sequence` take their places under sequence parallelism (Korthikanti et al. 2022,

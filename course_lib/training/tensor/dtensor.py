@@ -1,7 +1,7 @@
-"""Tensor parallelism by PyTorch's DTensor: a plan says how each layer is cut, ``parallelize_module`` does the rest.
+"""Tensor parallelism with PyTorch's DTensor: a plan says how each layer is split, ``parallelize_module`` does the rest.
 
-The model's code stays Hugging Face's. Weights become DTensors, and the plan's styles send what Megatron-LM's layers
-send (Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198).
+The model's code stays Hugging Face's. Weights become DTensors, and the plan's styles communicate as Megatron-LM's layers
+do (Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198).
 """
 
 from __future__ import annotations

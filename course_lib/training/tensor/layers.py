@@ -1,4 +1,4 @@
-"""Linear layers and an embedding cut over ranks, each built from the whole layer's weights.
+"""Linear layers and an embedding split over ranks, each built from the whole layer's weights.
 
 Y = X A with A cut by columns needs all of X and gives each rank some of Y's columns; Z = Y B with B cut by rows takes
 just those and gives each rank a summand of Z. One after the other they send nothing in between (Shoeybi et al. 2019,

@@ -1,4 +1,4 @@
-"""Cross entropy of logits that are cut by vocabulary: three numbers a token are sent, never the logits."""
+"""Cross entropy of logits that are split by vocabulary: three numbers per token are sent, never the logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Llama over tensor-parallel ranks in plain PyTorch: heads, the MLP and the vocabulary cut, norms whole everywhere."""
+"""A Llama over tensor-parallel ranks in plain PyTorch: heads, MLP and vocabulary are split, norms are replicated."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Tensor parallelism: every matrix of the model cut over the ranks, by hand or by PyTorch's DTensor.
+"""Tensor parallelism: every matrix of the model split over the ranks, by hand or by PyTorch's DTensor.
 
-Every rank gets the whole batch and holds a part of each matrix (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053).
-"""
+Every rank gets the whole batch and holds a part of each matrix (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053)."""
 
 from __future__ import annotations
 
