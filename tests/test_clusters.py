@@ -151,9 +151,13 @@ def test_the_script_queues_itself_again_and_returns_what_its_step_returned(
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "node[1-2]"}
     written = write(job("slurm"), "slurm", tmp_path / "launch")
     done = subprocess.run(
-        ["bash", str(written.files[0])], env=env | ({"SLURM_RESTART_COUNT": count} if count else {}), cwd=tmp_path,
-        capture_output=True, text=True, timeout=20,
-    )  # fmt: skip
+        ["bash", str(written.files[0])],
+        env=env | ({"SLURM_RESTART_COUNT": count} if count else {}),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
     assert done.returncode == 7, done.stderr
     asked = (tmp_path / "asked").read_text(encoding="utf-8").splitlines()
     assert asked == ["show hostnames node[1-2]"] + ["requeue 41"] * requeued

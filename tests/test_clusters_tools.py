@@ -51,9 +51,16 @@ def who(folder: Path, fail: bool, **settings: Any) -> Job:
     """Two machines with one CPU rank each, in a folder whose name needs quotes."""
     (folder / "who am I.py").write_text(WHO, encoding="utf-8")
     return Job(
-        name="who", command=["who am I.py", "{output_dir}", "fail" if fail else "train"], num_nodes=2, gpus_per_node=1, gpu="cpu",
-        cpus_per_gpu=1, env={"NOTE": QUOTED}, output_dir="the out", **settings,
-    )  # fmt: skip
+        name="who",
+        command=["who am I.py", "{output_dir}", "fail" if fail else "train"],
+        num_nodes=2,
+        gpus_per_node=1,
+        gpu="cpu",
+        cpus_per_gpu=1,
+        env={"NOTE": QUOTED},
+        output_dir="the out",
+        **settings,
+    )
 
 
 def said(folder: Path, attempt: int) -> list[dict[str, Any]]:
@@ -162,9 +169,16 @@ def everything(target: str, config: str, code: str) -> list[Job]:
         "skypilot": {"bucket": "s3://my-bucket", "infra": "aws", "use_spot": "yes", "port": "29501"},
     }[target]
     common = {
-        "name": "run", "num_nodes": 2, "gpus_per_node": 8, "image": "registry.example/training:1", "code": code,
-        "env": {"NOTE": QUOTED}, "secrets": ["WANDB_API_KEY"], "setup": ["pip install ."], "options": options,
-    }  # fmt: skip
+        "name": "run",
+        "num_nodes": 2,
+        "gpus_per_node": 8,
+        "image": "registry.example/training:1",
+        "code": code,
+        "env": {"NOTE": QUOTED},
+        "secrets": ["WANDB_API_KEY"],
+        "setup": ["pip install ."],
+        "options": options,
+    }
     return [Job(config=config, **common), Job(command="-m a.b --out {output_dir}", gpu="cpu", **common)]
 
 

@@ -20,6 +20,7 @@ WITHOUT_TORCH = [
     ["plan", "--help"],
     ["check", "--help"],
     ["cluster", "options", "--target", "slurm"],
+    ["convert", "--help"],
     ["watch", "--help"],
     ["doctor", "--help"],
     ["proof", "--help"],

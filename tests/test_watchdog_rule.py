@@ -35,9 +35,17 @@ class Run:
 
 
 def trained(
-    seed: int, *, ranks: int = 3, steps: int = 60, slow: float = 1.0, drift: float = 1.0, save: float = 0.0,
-    savers: int = 0, hang: bool = False, pause: float = 0.0,
-) -> Run:  # fmt: skip
+    seed: int,
+    *,
+    ranks: int = 3,
+    steps: int = 60,
+    slow: float = 1.0,
+    drift: float = 1.0,
+    save: float = 0.0,
+    savers: int = 0,
+    hang: bool = False,
+    pause: float = 0.0,
+) -> Run:
     """A run in lockstep: one step ``slow`` times as long on one rank, steps that grow ``drift`` times as long, a save."""
     dice = random.Random(seed)
     run = Run([[] for _ in range(ranks)])
@@ -94,7 +102,7 @@ def play(run: Run, every: float) -> Run:
             if pace.total != files[rank].total and (urgent or now >= written[rank] + pace.every):
                 files[rank] = Beat(
                     rank, pace.step, pace.phase, pace.turn, pace.total, now - pace.at, pace.every, pace.may_take
-                )  # fmt: skip
+                )
                 written[rank] = pace.at
         for event in judge.look(now, files, lambda _: True):
             (run.alarms if isinstance(event, Alarm) else run.recoveries).append(event)

@@ -9,21 +9,23 @@ Llama, Qwen2 and Qwen3, with grouped queries and tied embeddings. ``pieces`` say
 two layouts; everything else follows from that. ``beyond convert split|merge|seal`` does it from a shell.
 """
 
-from course_tools.conversion.architecture import Architecture
-from course_tools.conversion.folders import merge, seal, split
-from course_tools.conversion.pieces import LAYOUTS, Piece, pieces
-from course_tools.conversion.tensors import join, merge_state, separate, split_state
+from __future__ import annotations
 
-__all__ = [
-    "LAYOUTS",
-    "Architecture",
-    "Piece",
-    "join",
-    "merge",
-    "merge_state",
-    "pieces",
-    "seal",
-    "separate",
-    "split",
-    "split_state",
-]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from course_tools.conversion.pieces import LAYOUTS
+
+if TYPE_CHECKING:
+    from course_tools.conversion.folders import merge, seal, split
+    from course_tools.conversion.tensors import merge_state, split_state
+
+__all__ = ["LAYOUTS", "merge", "merge_state", "seal", "split", "split_state"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs PyTorch when it is first used, so that ``beyond convert --help`` does not wait for it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "tensors" if name.endswith("_state") else "folders"
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -6,30 +6,32 @@ from collections.abc import Sequence
 from typing import Any
 
 from course_tools.command_line import ArgumentParser, reports_errors
-from course_tools.conversion.folders import merge, seal, split
 from course_tools.conversion.pieces import LAYOUTS
 
 
 def parser() -> ArgumentParser:
-    made = ArgumentParser(
+    """The options of the three commands."""
+    parser = ArgumentParser(
         prog="beyond convert",
         description="Split a Hugging Face checkpoint (Llama, Qwen2, Qwen3) into shards of TP x PP ranks, or merge them.",
         epilog="Exit code 0: done; 2: it could not be, and the sentence says why; nothing is left half-written.",
     )
-    commands = made.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("split", help="a folder for from_pretrained -> a folder of shards")
-    _grid(one, "the Hugging Face checkpoint")
-    one.add_argument("out", help="the folder to make")
-    one.add_argument("--pad-vocab", action="store_true", help="megatron: pad the vocabulary to a multiple of 128 * tp")
-    one = commands.add_parser("merge", help="a folder of shards -> a folder for from_pretrained")
-    one.add_argument("folder", help="the shards, with config.json and manifest.json")
-    one.add_argument("out", help="the folder to make")
-    one = commands.add_parser("seal", help="write manifest.json for shards that training wrote")
-    _grid(one, "the shards, with config.json")
-    return made
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("split", help="a folder for from_pretrained -> a folder of shards")
+    _add_grid(command, "the Hugging Face checkpoint")
+    command.add_argument("out", help="the folder to make")
+    command.add_argument(
+        "--pad-vocab", action="store_true", help="megatron: pad the vocabulary to a multiple of 128 * tp"
+    )
+    command = commands.add_parser("merge", help="a folder of shards -> a folder for from_pretrained")
+    command.add_argument("folder", help="the shards, with config.json and manifest.json")
+    command.add_argument("out", help="the folder to make")
+    command = commands.add_parser("seal", help="write manifest.json for shards that training wrote")
+    _add_grid(command, "the shards, with config.json")
+    return parser
 
 
-def _grid(command: Any, folder: str) -> None:
+def _add_grid(command: Any, folder: str) -> None:
     command.add_argument("folder", help=folder)
     command.add_argument("--tp", type=int, required=True, metavar="N", help="tensor-parallel ranks")
     command.add_argument("--pp", type=int, required=True, metavar="N", help="pipeline stages")
@@ -41,8 +43,10 @@ def _grid(command: Any, folder: str) -> None:
 @reports_errors
 def main(argv: Sequence[str]) -> int:
     """Split, merge or seal, and print one line. Returns 0, or 2 after one sentence on stderr."""
-    given = vars(parser().parse_args(argv))
-    run = {"split": split, "merge": merge, "seal": seal}[given.pop("command")]
-    paths = [given.pop(name) for name in ("folder", "out") if name in given]
-    print(f"{run(*paths, **given)} is written.")
+    options = vars(parser().parse_args(argv))
+    from course_tools.conversion import folders  # imports PyTorch, which --help does not need
+
+    function = {"split": folders.split, "merge": folders.merge, "seal": folders.seal}[options.pop("command")]
+    paths = [options.pop(name) for name in ("folder", "out") if name in options]
+    print(f"{function(*paths, **options)} is written.")
     return 0
