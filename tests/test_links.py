@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 import subprocess
 import sys
 
@@ -39,7 +40,7 @@ def tree_reduce(n):
     return [[(to, frm, chunks) for frm, to, chunks in turn] for turn in reversed(list(tree_broadcast(n)))]
 
 
-def doubling(n):
+def recursive_doubling(n):
     power = 1 << (n.bit_length() - 1)
     if n > power:
         yield [(power + i, i, range(n)) for i in range(n - power)]
@@ -49,23 +50,6 @@ def doubling(n):
         step *= 2
     if n > power:
         yield [(i, power + i, range(n)) for i in range(n - power)]
-
-
-def halving(n):
-    ranges = {r: (0, n) for r in range(n)}
-    step, back = n // 2, []
-    while step:
-        turn = []
-        for r in range(n):
-            low, high = ranges[r]
-            middle = (low + high) // 2
-            keep, give = ((middle, high), (low, middle)) if r & step else ((low, middle), (middle, high))
-            turn.append((r, r ^ step, range(*give)))
-            ranges[r] = keep
-        yield turn
-        back.append([(r, r ^ step, range(*ranges[r])) for r in range(n)])
-        step //= 2
-    yield from reversed(back)
 
 
 def naive_all_reduce(n):
@@ -78,14 +62,12 @@ def naive_all_reduce(n):
 SCHEDULES = {
     ("ring", "all_reduce"): lambda n: ring(n, ("add", "copy")),
     ("tree", "all_reduce"): lambda n: [*tree_reduce(n), *tree_broadcast(n)],
-    ("doubling", "all_reduce"): doubling,
-    ("halving", "all_reduce"): halving,
+    ("recursive_doubling", "all_reduce"): recursive_doubling,
     ("naive", "all_reduce"): naive_all_reduce,
-    ("parameter_server", "all_reduce"): naive_all_reduce,
 }
 
 
-CASES = [(*which, n) for which in SCHEDULES for n in (2, 3, 4, 5, 8, 12) if which[0] != "halving" or not n & (n - 1)]
+CASES = [(*which, n) for which in SCHEDULES for n in (2, 3, 4, 5, 8, 12)]
 
 
 @pytest.mark.parametrize(("algorithm", "collective", "n"), CASES)
@@ -118,28 +100,27 @@ def played_by_the_course(algorithm, kind, numbers):
             module.all_reduce(whole)
         elif kind == "all_gather":
             module.all_gather(pieces, torch.ones(numbers // n))
-        elif kind == "reduce_scatter":
-            module.reduce_scatter(torch.ones(numbers // n), pieces)
         else:
-            module.all_to_all([torch.ones(numbers // n) for _ in range(n)], pieces)
+            module.reduce_scatter(torch.ones(numbers // n), pieces)
     return sent.messages, sent.bytes
 
 
 ALL_SEND_ALIKE = [
-    ("ring", "ring", "all_reduce"), ("ring", "ring", "all_gather"), ("ring", "ring", "reduce_scatter"),
-    ("doubling", "doubling", "all_reduce"), ("halving", "halving", "all_reduce"),
-    ("all_to_all", "pairwise", "all_to_all"),
-]  # fmt: skip
+    ("ring", "all_reduce"),
+    ("ring", "all_gather"),
+    ("ring", "reduce_scatter"),
+    ("recursive_doubling", "all_reduce"),
+]
 
 
 def every_one_of_them(numbers):
-    return [played_by_the_course(module, kind, numbers) for module, _, kind in ALL_SEND_ALIKE]
+    return [played_by_the_course(algorithm, kind, numbers) for algorithm, kind in ALL_SEND_ALIKE]
 
 
 def test_the_course_s_own_collectives_send_what_the_path_says(no_leftovers):
     run = launch(every_one_of_them, 1024, ranks=4, quiet=True)
     for of_rank in run.results:
-        for (messages, num_bytes), (_, algorithm, kind) in zip(of_rank, ALL_SEND_ALIKE, strict=True):
+        for (messages, num_bytes), (algorithm, kind) in zip(of_rank, ALL_SEND_ALIKE, strict=True):
             assert (messages, num_bytes / 4096) == path(algorithm, kind, 4), (algorithm, kind)
 
 
@@ -150,8 +131,7 @@ def test_seconds_add_latencies_and_bytes():
     assert seconds("naive", "broadcast", 5, 1e6, PLAIN) == pytest.approx(4e-3 + 4)
     assert seconds("naive", "gather", 5, 1e6, PLAIN) == pytest.approx(4e-3 + 0.8)
     assert seconds("tree", "scatter", 5, 1e6, PLAIN) == pytest.approx(3e-3 + 0.8)
-    assert seconds("pairwise", "all_to_all", 4, 1e6, PLAIN) == pytest.approx(3e-3 + 0.75)
-    assert seconds("doubling", "all_gather", 8, 1e6, PLAIN) == pytest.approx(3e-3 + 0.875)
+    assert seconds("recursive_doubling", "all_gather", 8, 1e6, PLAIN) == pytest.approx(3e-3 + 0.875)
     assert seconds("ring", "all_reduce", 8, 1e9, "nvlink4") == pytest.approx(14 * 3.4e-6 + 1.75e9 / 450e9)
     for algorithm in links.ALGORITHMS:
         for collective in links.COLLECTIVES:
@@ -164,13 +144,11 @@ def test_which_algorithm_is_best_depends_on_the_bytes():
     def best(num_bytes):
         return min(links.algorithms("all_reduce"), key=lambda a: seconds(a, "all_reduce", 16, num_bytes, "ethernet-10"))
 
-    assert (best(64), best(1e9)) == ("doubling", "halving")
-    ring, halved = (seconds(a, "all_reduce", 16, 1e9, "ethernet-10") for a in ("ring", "halving"))
-    assert halved < ring < 1.001 * halved  # on large arrays the two differ by latency alone
+    assert (best(64), best(1e9)) == ("recursive_doubling", "ring")
 
 
 def test_the_server_s_link_is_the_bottleneck_that_a_ring_does_not_have():
-    server = [seconds("parameter_server", "all_reduce", n, 1e9, PLAIN) for n in (2, 4, 8)]
+    server = [seconds("naive", "all_reduce", n, 1e9, PLAIN) for n in (2, 4, 8)]
     around = [seconds("ring", "all_reduce", n, 1e9, PLAIN) for n in (2, 4, 8)]
     assert [round(t / server[0]) for t in server] == [1, 3, 7] and around[2] < 1.8 * around[0]
 
@@ -178,7 +156,7 @@ def test_the_server_s_link_is_the_bottleneck_that_a_ring_does_not_have():
 @pytest.mark.parametrize("n", [2, 3, 8, 100])
 @pytest.mark.parametrize(
     ("algorithm", "collective"),
-    [("ring", "all_reduce"), ("ring", "all_gather"), ("ring", "reduce_scatter"), ("pairwise", "all_to_all")],
+    [("ring", "all_reduce"), ("ring", "all_gather"), ("ring", "reduce_scatter")],
 )
 def test_bus_bandwidth_gives_the_link_back(algorithm, collective, n):
     free = Link("no latency", 0, 25e9)
@@ -187,9 +165,25 @@ def test_bus_bandwidth_gives_the_link_back(algorithm, collective, n):
 
 # ------------------------------------------------------------------------------------------------- presets
 def test_presets_are_one_direction_with_their_source():
-    rated = {"pcie3": 15.75, "pcie4": 31.5, "pcie5": 63.0, "nvlink2": 150, "nvlink3": 300, "nvlink4": 450, "nvlink5": 900,
-             "nvswitch-a100": 300, "nvswitch-h100": 450, "infiniband-hdr": 25, "infiniband-ndr": 50, "roce-100": 12.5,
-             "roce-200": 25, "roce-400": 50, "ethernet-10": 1.25, "ethernet-25": 3.125, "ethernet-100": 12.5}  # fmt: skip
+    rated = {
+        "pcie3": 15.75,
+        "pcie4": 31.5,
+        "pcie5": 63.0,
+        "nvlink2": 150,
+        "nvlink3": 300,
+        "nvlink4": 450,
+        "nvlink5": 900,
+        "nvswitch-a100": 300,
+        "nvswitch-h100": 450,
+        "infiniband-hdr": 25,
+        "infiniband-ndr": 50,
+        "roce-100": 12.5,
+        "roce-200": 25,
+        "roce-400": 50,
+        "ethernet-10": 1.25,
+        "ethernet-25": 3.125,
+        "ethernet-100": 12.5,
+    }
     assert {name: LINKS[name].bandwidth / 1e9 for name in LINKS} == pytest.approx(rated, rel=1e-3)
     for name, link in LINKS.items():
         assert "latency:" in link.source and "direction" in link.source or "each way" in link.source, name
@@ -214,7 +208,7 @@ def test_a_cluster_of_one_kind_of_link_is_a_ring():
             assert cluster.seconds(collective, 1e6) == pytest.approx(flat)
             assert cluster.flat_seconds(collective, 1e6) == pytest.approx(flat)
     for cluster in (alone, spread):
-        assert cluster.seconds("all_to_all", 1e6) == pytest.approx(seconds("pairwise", "all_to_all", 8, 1e6, PLAIN))
+        assert cluster.seconds("all_to_all", 1e6) == pytest.approx(7e-3 + 7 / 8)  # 7 messages of an eighth
 
 
 def test_the_network_carries_the_array_once_however_many_gpus_a_node_has():
@@ -247,10 +241,6 @@ def test_a_clean_line_is_found_exactly():
     line = fit(SIZES, [5e-4 + s / 2e9 for s in SIZES])
     assert (line.alpha, line.bandwidth, line.half_size) == pytest.approx((5e-4, 2e9, 1e6))
     assert line.predict(3e6) == pytest.approx(2e-3) and max(map(abs, line.residuals)) < 1e-9
-    assert line.errors([3e6, 3e6], [2e-3, 3e-3]) == pytest.approx([0, 0.5])
-    wire = line.link("here", *path("ring", "all_reduce", 4))
-    assert (wire.latency, wire.bandwidth) == pytest.approx((5e-4 / 6, 3e9)) and "fitted" in wire.source
-    assert seconds("ring", "all_reduce", 4, 1e6, wire) == pytest.approx(line.predict(1e6))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -264,7 +254,9 @@ def test_noisy_small_sizes_do_not_move_the_line(seed):
     assert line.alpha == pytest.approx(5e-4, rel=0.15) and line.bandwidth == pytest.approx(2e9, rel=0.1)
     assert all(abs(line.predict(s) / (5e-4 + s / 2e9) - 1) < 0.15 for s in SIZES)
     assert line.residuals == pytest.approx([t / line.predict(s) - 1 for s, t in zip(SIZES, times, strict=True)])
-    assert max(line.residuals) > 1.5 and line.typical_error < 0.1  # what it does not explain is told
+    assert (
+        max(line.residuals) > 1.5 and statistics.median(map(abs, line.residuals)) < 0.1
+    )  # what it does not explain is told
     assert "residuals: typical" in str(line)
 
 
@@ -282,12 +274,15 @@ def test_alpha_and_beta_are_never_below_zero():
     [
         (lambda: seconds("rings", "all_reduce", 2, 1, PLAIN), "algorithm='rings' is no choice: did you mean 'ring'?"),
         (lambda: seconds("ring", "allreduce", 2, 1, PLAIN), "did you mean 'all_reduce'?"),
-        (lambda: seconds("ring", "all_to_all", 2, 1, PLAIN), "There is no all_to_all by ring here: choose one of naive, pairwise"),
+        (lambda: seconds("ring", "gather", 2, 1, PLAIN), "There is no gather by ring here: choose one of naive, tree"),
         (lambda: seconds("ring", "all_reduce", 0, 1, PLAIN), "ranks=0: give a whole number of at least 1."),
         (lambda: seconds("ring", "all_reduce", 2.0, 1, PLAIN), "ranks=2.0"),
         (lambda: seconds("ring", "all_reduce", 2, -1, PLAIN), "num_bytes=-1: give the payload in bytes"),
-        (lambda: seconds("ring", "all_reduce", 2, 1, "nvlink44"), "link='nvlink44' is no choice: did you mean 'nvlink4'?"),
-        (lambda: seconds("halving", "reduce_scatter", 6, 1, PLAIN), "take a power of two"),
+        (
+            lambda: seconds("ring", "all_reduce", 2, 1, "nvlink44"),
+            "link='nvlink44' is no choice: did you mean 'nvlink4'?",
+        ),
+        (lambda: seconds("recursive_doubling", "all_gather", 6, 1, PLAIN), "take a power of two"),
         (lambda: Link("x", 0, 0), "bandwidth=0: give a number above 0."),
         (lambda: Link("x", -1, 1), "latency=-1: give a number above 0."),
         (lambda: Cluster(0, 1, PLAIN, PLAIN), "gpus=0"),
@@ -301,7 +296,7 @@ def test_alpha_and_beta_are_never_below_zero():
         (lambda: bus_bandwidth("all_reduce", 0, 2, 1), "num_bytes=0"),
         (lambda: bus_bandwidth("all_reduce", 1, 2, 0), "seconds=0"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_a_sentence(call, said):
     with pytest.raises(ValueError) as error:
         call()

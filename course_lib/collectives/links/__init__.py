@@ -12,6 +12,19 @@ from course_lib.collectives.links.fitting import Fit, fit
 from course_lib.collectives.links.link import LINKS, Link, link
 
 __all__ = [
-    "ALGORITHMS", "COLLECTIVES", "LINKS", "Cluster", "Fit", "Link", "Path", "algorithm_bandwidth", "algorithms",
-    "bus_bandwidth", "bus_factor", "fit", "link", "path", "seconds",
-]  # fmt: skip
+    "ALGORITHMS",
+    "COLLECTIVES",
+    "LINKS",
+    "Cluster",
+    "Fit",
+    "Link",
+    "Path",
+    "algorithm_bandwidth",
+    "algorithms",
+    "bus_bandwidth",
+    "bus_factor",
+    "fit",
+    "link",
+    "path",
+    "seconds",
+]

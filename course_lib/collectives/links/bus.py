@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
-from course_lib.validation import check_counts, positive
+from course_lib.validation import check_counts, pick, positive
 
 _FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -35,10 +34,7 @@ def bus_factor(collective: str, ranks: int) -> float:
 
     Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md, summary.
     """
-    if collective not in _FACTORS:
-        near = difflib.get_close_matches(str(collective).lower(), _FACTORS, 1, 0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(_FACTORS)}."
-        raise ValueError(f"collective={collective!r} is not known: {hint}")
+    pick("collective", collective, tuple(_FACTORS))
     check_counts(ranks=ranks)
     return _FACTORS[collective](ranks)
 

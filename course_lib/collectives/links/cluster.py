@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from course_lib.collectives.links.cost import bytes_given, seconds
+from course_lib.collectives.links.cost import check_payload, seconds
 from course_lib.collectives.links.link import Link, link
 from course_lib.validation import check_counts, pick
 
@@ -46,8 +46,8 @@ class Cluster:
     @property
     def share_of_outer(self) -> Link:
         """What one GPU gets of the network while all GPUs of its node send."""
-        mine = min(1.0, self.outer_links / self.gpus)  # one GPU's messages do not spread over several cards
-        return Link(f"{self.outer.name}, a GPU's share", self.outer.latency, self.outer.bandwidth * mine)
+        share = min(1.0, self.outer_links / self.gpus)  # one GPU's messages do not spread over several cards
+        return Link(f"{self.outer.name}, a GPU's share", self.outer.latency, self.outer.bandwidth * share)
 
     def parts(self, collective: str, num_bytes: float) -> dict[str, float]:
         """Seconds of each stage of the hierarchical collective, in their order.
@@ -65,7 +65,7 @@ class Cluster:
             ValueError: another collective, bytes below 0.
         """
         pick("collective", collective, HIERARCHICAL)
-        bytes_given(num_bytes)
+        check_payload(num_bytes)
         g, m, inner, outer = self.gpus, self.nodes, self.inner, self.share_of_outer
         if collective == "all_to_all":
             piece = num_bytes / self.ranks  # what each GPU has for each

@@ -1,12 +1,11 @@
-"""Seconds of a collective by the alpha-beta model: a message of s bytes costs alpha + s * beta.
+"""Compute the seconds of a collective by the alpha-beta model: a message of s bytes costs alpha + s * beta.
 
 Assumed, and left out, the same for every algorithm: a rank sends one message and receives one at the same time; all
 ranks have the same link and disturb nobody else's; messages of one rank follow each other; adding up costs nothing.
 
 Sources: Thakur, Rabenseifner, Gropp (2005), "Optimization of Collective Communication Operations in MPICH"; Chan,
 Heimlich, Purkayastha, van de Geijn (2007), "Collective communication: theory, practice, and experience"; Patarasuk, Yuan
-(2009), "Bandwidth optimal all-reduce algorithms"; Li et al. (2014), "Scaling Distributed Machine Learning with the
-Parameter Server".
+(2009), "Bandwidth optimal all-reduce algorithms".
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import NamedTuple
 from course_lib.collectives.links.link import Link, link
 from course_lib.validation import check_counts, pick
 
-COLLECTIVES = ("broadcast", "reduce", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "gather", "scatter")
+COLLECTIVES = ("broadcast", "reduce", "all_reduce", "reduce_scatter", "all_gather", "gather", "scatter")
 
 
 class Path(NamedTuple):
@@ -31,7 +30,7 @@ class Path(NamedTuple):
     arrays: float
 
 
-# log2 of the ranks, rounded up: generations of a binomial tree, exchanges of doubling
+# log2 of the ranks, rounded up: generations of a binomial tree
 def _levels(n: int) -> int:
     return (n - 1).bit_length()
 
@@ -71,10 +70,6 @@ _PATHS: dict[str, dict[str, Callable[[int], Path]]] = {
         "gather": _pieces_one_by_one,
         "scatter": _pieces_one_by_one,
         "all_reduce": lambda n: _both(_one_by_one(n), _one_by_one(n)),  # reduce, then broadcast
-        # n reduces of a piece each, then scatter; gather, then n broadcasts of a piece each
-        "reduce_scatter": lambda n: Path(n * (n - 1) + n - 1, n - 1 + _share(n)),
-        "all_gather": lambda n: Path(n - 1 + n * (n - 1), _share(n) + n - 1),
-        "all_to_all": lambda n: Path(2 * n * (n - 1), 2.0 * (n - 1)),  # every piece to one rank, and on from there
     },
     "ring": {  # n pieces, each rank sends to its right-hand neighbour
         "reduce_scatter": _pieces_one_by_one,
@@ -90,18 +85,10 @@ _PATHS: dict[str, dict[str, Callable[[int], Path]]] = {
         "gather": lambda n: Path(_levels(n), _share(n)),
         "scatter": lambda n: Path(_levels(n), _share(n)),
     },
-    "doubling": {  # partners at distance 1, 2, 4, … exchange all they have
+    "recursive_doubling": {  # partners at distance 1, 2, 4, … exchange all they have
         "all_reduce": lambda n: _folded(n, Path(_levels(_power(n)), float(_levels(_power(n))))),
         "all_gather": lambda n: Path(_levels(n), _share(n)),
     },
-    "halving": {  # partners at distance n/2, n/4, … exchange half of what is left
-        "reduce_scatter": lambda n: Path(_levels(n), _share(n)),
-        # and back by doubling: Rabenseifner's
-        "all_reduce": lambda n: _folded(n, Path(2 * _levels(_power(n)), 2 * _share(_power(n)))),
-    },
-    "pairwise": {"all_to_all": _pieces_one_by_one},  # in step k with the rank k further on
-    # rank 0 is the server: all gradients in through its link, all parameters out through it
-    "parameter_server": {"all_reduce": lambda n: _both(_one_by_one(n), _one_by_one(n))},
 }
 ALGORITHMS = tuple(_PATHS)
 
@@ -118,11 +105,11 @@ def path(algorithm: str, collective: str, ranks: int) -> Path:
     Args:
         algorithm: one of ``ALGORITHMS``.
         collective: one of ``COLLECTIVES``.
-        ranks: 1 or more; of a parameter server, with the server.
+        ranks: 1 or more.
 
     Raises:
         ValueError: an unknown algorithm or collective, one that does not go with the other, ranks below 1, or ranks that
-            doubling for all_gather and halving for reduce_scatter cannot pair off (no power of two).
+            recursive doubling cannot pair off for all_gather (no power of two).
     """
     pick("algorithm", algorithm, ALGORITHMS)
     pick("collective", collective, COLLECTIVES)
@@ -130,7 +117,7 @@ def path(algorithm: str, collective: str, ranks: int) -> Path:
         others = ", ".join(algorithms(collective))
         raise ValueError(f"There is no {collective} by {algorithm} here: choose one of {others}.")
     check_counts(ranks=ranks)
-    if algorithm in ("doubling", "halving") and collective != "all_reduce" and ranks & (ranks - 1):
+    if (algorithm, collective) == ("recursive_doubling", "all_gather") and ranks & (ranks - 1):
         raise ValueError(f"ranks={ranks}: {algorithm} of {collective} pairs all ranks off, so take a power of two.")
     return Path(0, 0.0) if ranks == 1 else _PATHS[algorithm][collective](ranks)
 
@@ -148,12 +135,12 @@ def seconds(algorithm: str, collective: str, ranks: int, num_bytes: float, over:
         ValueError: as ``path``; bytes below 0; an unknown link.
     """
     wire = link(over)
-    bytes_given(num_bytes)
+    check_payload(num_bytes)
     chain = path(algorithm, collective, ranks)
     return chain.messages * wire.latency + chain.arrays * num_bytes / wire.bandwidth
 
 
-def bytes_given(num_bytes: float) -> None:
-    """Raises ValueError for what is no number of bytes."""
+def check_payload(num_bytes: float) -> None:
+    """Check a payload. Raises ValueError for what is no number of bytes."""
     if isinstance(num_bytes, bool) or not 0 <= num_bytes < math.inf:
         raise ValueError(f"num_bytes={num_bytes!r}: give the payload in bytes, 0 or more.")

@@ -1,4 +1,4 @@
-"""Alpha and beta from a measured curve, with what the line does not explain."""
+"""Fit alpha and beta to a measured curve, and keep what the line does not explain."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from course_lib.collectives.links.cost import bytes_given
-from course_lib.collectives.links.link import Link
+from course_lib.collectives.links.cost import check_payload
 from course_lib.validation import positive
 
 _ROUNDS = 30
@@ -45,37 +44,17 @@ class Fit:
         """
         return self.alpha / self.beta if self.beta else math.inf
 
-    @property
-    def typical_error(self) -> float:
-        """Median of the residuals' sizes, without unit."""
-        return statistics.median(abs(r) for r in self.residuals)
-
     def predict(self, num_bytes: float) -> float:
         """Seconds of a collective of that payload. Raises ValueError for bytes below 0."""
-        bytes_given(num_bytes)
+        check_payload(num_bytes)
         return self.alpha + self.beta * num_bytes
 
-    def errors(self, sizes: Sequence[float], seconds: Sequence[float]) -> list[float]:
-        """(measured - predicted) / predicted at other sizes than the fitted ones, without unit."""
-        return [t / self.predict(s) - 1 for s, t in zip(sizes, seconds, strict=True)]
-
-    def link(self, name: str, messages: int, arrays: float) -> Link:
-        """The link that an algorithm with this ``path`` must have had to give this curve.
-
-        Args:
-            messages, arrays: of ``path(algorithm, collective, ranks)``.
-
-        Raises:
-            ValueError: a path without messages, or a curve on which size did not matter.
-        """
-        positive(messages=messages, arrays=arrays, beta=self.beta)
-        return Link(name, self.alpha / messages, arrays / self.beta, "fitted to a measured curve")
-
     def __str__(self) -> str:
-        worst = max(map(abs, self.residuals))
+        sizes_of_residuals = [abs(residual) for residual in self.residuals]
+        typical, largest = statistics.median(sizes_of_residuals), max(sizes_of_residuals)
         return (
             f"{self.alpha * 1e6:,.0f} us + bytes / ({self.bandwidth / 1e9:.2f} GB/s); half of that speed at "
-            f"{self.half_size:,.0f} bytes; residuals: typical {self.typical_error:.0%}, largest {worst:.0%}"
+            f"{self.half_size:,.0f} bytes; residuals: typical {typical:.0%}, largest {largest:.0%}"
         )
 
 

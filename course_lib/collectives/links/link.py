@@ -45,9 +45,11 @@ _NVLINK, _PCI, _NET, _TCP = 3.4e-6, 5.7e-6, 9.6e-6, 30e-6
 def _pcie(generation: int, transfers: float) -> Link:
     """`transfers`: GT/s of a lane, in each direction; 16 lanes, 128 payload bits in every 130 sent."""
     return Link(
-        f"PCIe {generation}.0 x16", _PCI, transfers * 1e9 * 16 * 128 / 130 / 8,
+        f"PCIe {generation}.0 x16",
+        _PCI,
+        transfers * 1e9 * 16 * 128 / 130 / 8,
         f"PCI Express Base Specification {generation}.0: {transfers:g} GT/s a lane and direction, 128b/130b; {_NCCL}",
-    )  # fmt: skip
+    )
 
 
 def _nvlink(name: str, links: int, each: float, sheet: str) -> Link:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from course_lib.collectives.links import Fit, algorithm_bandwidth, bus_bandwidth, fit
-from course_lib.launch import launch
+from course_lib.launch import launch, rank_device
 from course_lib.notebook.ledger import stamp
 from course_lib.validation import pick, positive
 
 if TYPE_CHECKING:
     import torch
-
-    from course_lib.launch.emulation import Hosts
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
 _ITEM = 4  # bytes of an fp32 number
@@ -63,51 +61,29 @@ class Curve:
         """Medians."""
         return [point.seconds for point in self.points]
 
-    @property
-    def fastest(self) -> list[float]:
-        """Minima, seconds: what the machine does when nothing else disturbs it."""
-        return [point.fastest for point in self.points]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """For ``course_lib.notebook.table``: times in ms, bandwidths in GB/s."""
-        return [
-            {
-                "bytes": p.bytes, "median (ms)": p.seconds * 1e3, "fastest (ms)": p.fastest * 1e3,
-                "slowest (ms)": p.slowest * 1e3, "algbw (GB/s)": p.algbw / 1e9, "busbw (GB/s)": p.busbw / 1e9,
-            }
-            for p in self.points
-        ]  # fmt: skip
-
-    def fit(self, *, sizes: Sequence[int] | None = None, of: str = "seconds") -> Fit:
+    def fit(self, *, sizes: Sequence[int] | None = None) -> Fit:
         """Alpha and beta of the curve, or of those of its sizes that are named.
 
         Args:
             sizes: payloads to fit on, as they stand in ``self.sizes``; ``None`` for all.
-            of: "seconds" (medians) or "fastest".
 
         Raises:
-            ValueError: a size that was not measured, fewer than two, another `of`.
+            ValueError: a size that was not measured, fewer than two.
         """
-        pick("of", of, ("seconds", "fastest"))
         for size in sizes or ():
             pick("size", size, self.sizes)
         chosen = [p for p in self.points if sizes is None or p.bytes in sizes]
-        return fit([p.bytes for p in chosen], [getattr(p, of) for p in chosen])
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON: a recorded run."""
-        return asdict(self)
+        return fit([p.bytes for p in chosen], [p.seconds for p in chosen])
 
 
 def bench_collective(
     kind: str,
     sizes: Sequence[int],
     *,
-    ranks: int | None = None,
+    ranks: int,
     repeats: int = 15,
     warm_up: int = 2,
     backend: str | None = None,
-    on: Hosts | None = None,
 ) -> Curve:
     """Time the library's collective on real ranks, fp32, one call at a time.
 
@@ -118,15 +94,13 @@ def bench_collective(
     Args:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce".
         sizes: payloads in bytes, each above 0; rounded up to whole fp32 numbers a rank.
-        ranks: 2 or more; with `on` it may be left out.
+        ranks: 2 or more.
         repeats: rounds that count.
         warm_up: rounds before them that do not.
         backend: "gloo", "nccl", None for what the machine has.
-        on: emulated hosts to run on, instead of plain ranks.
 
     Raises:
-        ValueError: an unknown kind, numbers that make no sense, `on` with other ranks than it has,
-            or with a link that only holds DDP's gradients back.
+        ValueError: an unknown kind, numbers that make no sense.
         course_lib.launch.RankFailed, course_lib.launch.RanksHung: as ``launch``.
     """
     pick("kind", kind, KINDS)
@@ -137,37 +111,19 @@ def bench_collective(
     for name, value, least in (("repeats", repeats, 1), ("warm_up", warm_up, 0)):
         if type(value) is not int or value < least:
             raise ValueError(f"{name}={value!r}: give a whole number of at least {least}.")
-    if on is not None:
-        of_hosts = on.hosts * on.ranks_per_host
-        if ranks not in (None, of_hosts) or backend not in (None, "gloo"):
-            raise ValueError(f"The hosts have {of_hosts} ranks and speak gloo: leave ranks and backend out with on=….")
-        if on.how == "delay" and on.link is not None:
-            raise ValueError(
-                "These hosts hold back DDP's gradients alone, so this would time the machine, not the link."
-            )
-        ranks = of_hosts
     if type(ranks) is not int or ranks < 2:
         raise ValueError(f"ranks={ranks!r}: a collective to be timed takes at least 2.")
     unit = _ITEM * ranks
     payloads = sorted({-(-int(size) // unit) * unit for size in sizes})
-    how = dict(threads=1, quiet=True, timeout=600)
-    if on is not None:
-        run = on.launch(_time_all, kind, payloads, repeats, warm_up, **how)
-    else:
-        run = launch(_time_all, kind, payloads, repeats, warm_up, ranks=ranks, backend=backend, **how)
+    run = launch(
+        _time_all, kind, payloads, repeats, warm_up, ranks=ranks, backend=backend, threads=1, quiet=True, timeout=600
+    )
     points = []
     for payload, times in zip(payloads, run.results[0], strict=True):
         middle = statistics.median(times)
-        points.append(
-            Point(
-                payload, middle, min(times), max(times), algorithm_bandwidth(payload, middle),
-                bus_bandwidth(kind, payload, ranks, middle),
-            )
-        )  # fmt: skip
-    stamped = stamp(ranks=ranks, backend=run.stamp["backend"])
-    if on is not None:
-        stamped["emulated"] = str(on)
-    return Curve(kind, ranks, repeats, tuple(points), stamped)
+        algbw, busbw = algorithm_bandwidth(payload, middle), bus_bandwidth(kind, payload, ranks, middle)
+        points.append(Point(payload, middle, min(times), max(times), algbw, busbw))
+    return Curve(kind, ranks, repeats, tuple(points), stamp(ranks=ranks, backend=run.stamp["backend"]))
 
 
 def _time_all(kind: str, payloads: list[int], repeats: int, warm_up: int) -> list[list[float]]:
@@ -175,9 +131,8 @@ def _time_all(kind: str, payloads: list[int], repeats: int, warm_up: int) -> lis
     import torch
     import torch.distributed as dist
 
-    on_gpu = "nccl" in dist.get_backend()
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    finish: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
+    device = rank_device()
+    finish: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     calls = [_call(kind, payload // _ITEM, device) for payload in payloads]
     times = torch.zeros(len(calls), repeats, dtype=torch.float64, device=device)
     for turn in range(-warm_up, repeats):
