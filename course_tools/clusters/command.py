@@ -13,49 +13,48 @@ from course_tools.command_line import ArgumentParser, reports_errors
 
 def parser() -> ArgumentParser:
     """``cluster write`` and ``cluster show`` with the settings of `Job`; ``cluster options`` of one target."""
-    made = ArgumentParser(prog="beyond cluster", description="Launch files for a cluster.")
-    verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
+    parser = ArgumentParser(prog="beyond cluster", description="Launch files for a cluster.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, text in (("write", "write the files into --out"), ("show", "print the files, write nothing")):
-        one = verbs.add_parser(verb, help=text)
-        _settings(one)
-        one.add_argument("--out", default="launch", metavar="DIR", help="folder of the files; default launch")
+        command = verbs.add_parser(verb, help=text)
+        _add_settings(command)
+        command.add_argument("--out", default="launch", metavar="DIR", help="folder of the files; default launch")
     options = verbs.add_parser("options", help="what --set takes for a target")
     options.add_argument("--target", required=True, metavar="TARGET", help=", ".join(TARGETS))
-    return made
+    return parser
 
 
-def _settings(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--target", required=True, metavar="TARGET", help=", ".join(TARGETS))
-    one.add_argument("--name", default="training", help="of the job; default training")
-    one.add_argument("--config", metavar="YAML", help="an Axolotl YAML")
-    one.add_argument("--command", metavar="LINE", help="or what torchrun is to start: '-m module ...', 'script.py ...'")
-    one.add_argument("--nodes", type=int, default=1, dest="num_nodes", metavar="N", help="machines; default 1")
-    one.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs, and so ranks, of each machine")
-    one.add_argument("--gpu", default=Job.gpu, metavar="CARD", help=f"card, or cpu; default {Job.gpu}")
-    one.add_argument("--cpus-per-gpu", type=int, default=Job.cpus_per_gpu, metavar="N")
-    one.add_argument("--hours", type=float, default=Job.hours, metavar="H", help=f"limit; default {Job.hours}")
-    one.add_argument("--image", help="container image")
-    one.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
-    one.add_argument(
-        "--secret", action="append", default=[], metavar="NAME", help="a variable whose value is in no file"
-    )
-    one.add_argument("--setup", action="append", default=[], metavar="LINE", help="shell line to run first; repeatable")
-    one.add_argument("--output-dir", metavar="DIR", help="on storage that all machines share")
-    one.add_argument("--max-restarts", type=int, default=Job.max_restarts, metavar="N")
-    one.add_argument("--notice", type=int, default=Job.notice, metavar="SECONDS", help="before a time limit")
-    one.add_argument("--code", default=Job.code, metavar="DIR", help="folder to send along (azureml, skypilot)")
-    one.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="the target's own options")
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--target", required=True, metavar="TARGET", help=", ".join(TARGETS))
+    add("--name", default="training", help="of the job; default training")
+    add("--config", metavar="YAML", help="an Axolotl YAML")
+    add("--command", metavar="LINE", help="or what torchrun is to start: '-m module ...', 'script.py ...'")
+    add("--nodes", type=int, default=1, dest="num_nodes", metavar="N", help="machines; default 1")
+    add("--gpus-per-node", type=int, metavar="N", help="GPUs, and so ranks, of each machine")
+    add("--gpu", default=Job.gpu, metavar="CARD", help=f"card, or cpu; default {Job.gpu}")
+    add("--cpus-per-gpu", type=int, default=Job.cpus_per_gpu, metavar="N")
+    add("--hours", type=float, default=Job.hours, metavar="H", help=f"limit; default {Job.hours}")
+    add("--image", help="container image")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
+    add("--secret", action="append", default=[], metavar="NAME", help="a variable whose value is in no file")
+    add("--setup", action="append", default=[], metavar="LINE", help="shell line to run first; repeatable")
+    add("--output-dir", metavar="DIR", help="on storage that all machines share")
+    add("--max-restarts", type=int, default=Job.max_restarts, metavar="N")
+    add("--notice", type=int, default=Job.notice, metavar="SECONDS", help="before a time limit")
+    add("--code", default=Job.code, metavar="DIR", help="folder to send along (azureml, skypilot)")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="the target's own options")
 
 
 @reports_errors
 def main(argv: Sequence[str]) -> int:
-    """Returns 0, or 2 after one sentence on stderr when the input means nothing."""
-    given = vars(parser().parse_args(argv))
-    verb, target = given.pop("verb"), given.pop("target")
+    """Write, show or explain. Returns 0, or 2 after one sentence on stderr when the input means nothing."""
+    settings = vars(parser().parse_args(argv))
+    verb, target = settings.pop("verb"), settings.pop("target")
     if verb == "options":
         print("\n".join(f"{name:15}{text}" for name, text in options_of(target).items()))
         return 0
-    out, job = given.pop("out"), _job(given)
+    out, job = settings.pop("out"), _job(settings)
     if verb == "show":
         for name, text in launch_files(job, target, out).items():
             print(f"# ---- {out}/{name}\n{text}")
@@ -67,10 +66,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _job(given: dict[str, Any]) -> Job:
-    given["env"], given["options"] = _pairs("--env", given["env"]), _pairs("--set", given.pop("set"))
-    given["secrets"] = given.pop("secret")
-    return Job(**given)
+def _job(settings: dict[str, Any]) -> Job:
+    settings["env"], settings["options"] = _pairs("--env", settings["env"]), _pairs("--set", settings.pop("set"))
+    settings["secrets"] = settings.pop("secret")
+    return Job(**settings)
 
 
 def _pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:

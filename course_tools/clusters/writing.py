@@ -12,13 +12,7 @@ from course_tools.clusters import azureml, kubernetes, skypilot, slurm, torchrun
 from course_tools.clusters.job import Job
 from course_tools.clusters.validation import check_line
 
-_MODULES: dict[str, ModuleType] = {
-    "torchrun": torchrun,
-    "slurm": slurm,
-    "kubernetes": kubernetes,
-    "azureml": azureml,
-    "skypilot": skypilot,
-}
+_MODULES = {module.__name__.rpartition(".")[2]: module for module in (torchrun, slurm, kubernetes, azureml, skypilot)}
 TARGETS = tuple(_MODULES)
 
 
@@ -51,12 +45,12 @@ def launch_files(job: Job, target: str, folder: str | os.PathLike[str] = ".") ->
         ValueError: an unknown target or option (the nearest known one is offered), or something that this target
             cannot do with this job.
     """
-    return _MODULES[_checked(job, target)].files(job, _folder_text(folder))
+    return _module(job, target).files(job, _folder_text(folder))
 
 
 def start_command(job: Job, target: str, folder: str | os.PathLike[str] = ".") -> str:
     """Return what to type, once the files lie in `folder`. Raises ValueError as `launch_files`."""
-    return _MODULES[_checked(job, target)].command(job, _folder_text(folder))
+    return _module(job, target).command(job, _folder_text(folder))
 
 
 def write(job: Job, target: str, folder: str | os.PathLike[str]) -> Written:
@@ -65,24 +59,22 @@ def write(job: Job, target: str, folder: str | os.PathLike[str]) -> Written:
     Raises:
         ValueError: as `launch_files`; or `folder` is a file.
     """
-    texts = launch_files(job, target, folder)
-    target_folder = Path(folder)
-    if target_folder.exists() and not target_folder.is_dir():
+    files = {Path(folder) / name: text for name, text in launch_files(job, target, folder).items()}
+    if Path(folder).is_file():
         raise ValueError(f"folder={str(folder)!r} is a file: name a folder for the launch files.")
-    target_folder.mkdir(parents=True, exist_ok=True)
-    files = [target_folder / name for name in texts]
-    for path, text in zip(files, texts.values(), strict=True):
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for path, text in files.items():
         path.write_text(text, encoding="utf-8")
-    return Written(files, start_command(job, target, folder))
+    return Written(list(files), start_command(job, target, folder))
 
 
-def _checked(job: Any, target: str) -> str:
+def _module(job: Any, target: str) -> ModuleType:
     if not isinstance(job, Job):
         raise ValueError(f"job={job!r}: give a Job.")
     pick("target", target, TARGETS)
     for name in job.options:
         pick(f"options of {target}", name, tuple(_MODULES[target].OPTIONS))
-    return target
+    return _MODULES[target]
 
 
 def _folder_text(folder: str | os.PathLike[str]) -> str:

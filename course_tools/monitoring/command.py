@@ -15,30 +15,31 @@ VARIABLE = "WATCHDOG_WEBHOOK"
 
 
 def parser() -> ArgumentParser:
-    made = ArgumentParser(
+    """The options of the command."""
+    parser = ArgumentParser(
         prog="beyond watch",
         description="Watch the heartbeats of a run's ranks until all have ended, and say which one hangs, and where.",
         epilog="Exit code 0: no alarm; 1: there was one; 2: the options mean nothing.",
     )
-    made.add_argument("folder", help="where the ranks' Heartbeat writes")
-    made.add_argument("--ranks", type=int, required=True, metavar="N")
+    parser.add_argument("folder", help="where the ranks' Heartbeat writes")
+    parser.add_argument("--ranks", type=int, required=True, metavar="N")
     # every user of the machine can read arguments, and the URL is a secret
-    made.add_argument("--webhook", default="", metavar="URL", help=f"post each sentence there; or set {VARIABLE}")
-    made.add_argument("--start-within", type=float, default=120.0, metavar="SECONDS", help="default 120")
-    made.add_argument("--name", default="", help="of the run, put before what is posted")
-    return made
+    parser.add_argument("--webhook", default="", metavar="URL", help=f"post each sentence there; or set {VARIABLE}")
+    parser.add_argument("--start-within", type=float, default=120.0, metavar="SECONDS", help="default 120")
+    parser.add_argument("--name", default="", help="of the run, put before what is posted")
+    return parser
 
 
 @reports_errors
 def main(argv: Sequence[str]) -> int:
     """Watch until every rank is done, or until SIGINT or SIGTERM."""
-    given = parser().parse_args(argv)
+    options = parser().parse_args(argv)
     watchdog = Watchdog(
-        given.folder,
-        ranks=given.ranks,
-        webhook=given.webhook or os.environ.get(VARIABLE, ""),
-        start_within=given.start_within,
-        name=given.name,
+        options.folder,
+        ranks=options.ranks,
+        webhook=options.webhook or os.environ.get(VARIABLE, ""),
+        start_within=options.start_within,
+        name=options.name,
         tell=_print_with_time,
     )
     stop = threading.Event()
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     before = [signal.signal(which, lambda *_: stop.set()) for which in signals]
     try:
         with watchdog:
-            _print_with_time(f"watching {given.ranks} rank{'s' * (given.ranks > 1)} in {given.folder}")
+            _print_with_time(f"watching {options.ranks} rank{'s' * (options.ranks > 1)} in {options.folder}")
             while not stop.wait(0.2) and not watchdog.finished:
                 pass
             if watchdog.finished:
