@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -55,10 +56,11 @@ def trained(folder):
     done: dict[tuple[str, ...], AxolotlRun] = {}
 
     def run(*overlays: str, ranks: int = 2, **changes) -> AxolotlRun:
-        if overlays not in done:
+        key = (*overlays, changes.get("output_dir", ""))
+        if key not in done:
             files = [f"07_axolotl/{name}.yml" for name in ("base", *overlays)]
-            done[overlays] = train(merged(*files, **changes), ranks=ranks)
-        return done[overlays]
+            done[key] = train(merged(*files, **changes), ranks=ranks)
+        return done[key]
 
     return run
 
@@ -94,6 +96,17 @@ def test_a_method_has_the_losses_of_one_device_and_holds_its_share(
         assert held["total_elements"] == whole
         assert held["local_elements"] == weights * whole
         assert held["optimizer_elements"] == moments * whole
+
+
+def test_deepspeeds_configuration_in_the_yaml_leaves_no_file_behind(oracle, trained, folder):
+    written = json.loads((folder / "07_axolotl/zero2.json").read_text())
+    before = set(Path(tempfile.gettempdir()).iterdir())
+    marked = written | {"steps_per_print": 1_234_567}  # tells our files from those of tests that run beside this one
+    run = trained(deepspeed=marked, max_steps=SHORT, gradient_accumulation_steps=2, output_dir="runs/axolotl/inline")
+    assert [held["zero_stage"] for held in run.witness] == [2, 2]
+    assert run.losses[0] == pytest.approx(oracle.losses[0], rel=SAME)
+    left = set(Path(tempfile.gettempdir()).iterdir()) - before
+    assert not [path for path in left if path.suffix == ".json" and "1234567" in path.read_text()]
 
 
 def test_tensor_parallel_cuts_the_matrices_and_keeps_the_norms(oracle, trained):

@@ -5,9 +5,9 @@
 >>> run.collectives      # every collective: rank, kind, bytes, seconds
 """
 
-from course_lib.launch.agent import warm
+from course_lib.launch.agent import warm, warm_on_cpu
 from course_lib.launch.failures import RankFailed, RanksHung
 from course_lib.launch.group import process_group, rank_device
 from course_lib.launch.run import Run, launch
 
-__all__ = ["RankFailed", "RanksHung", "Run", "launch", "process_group", "rank_device", "warm"]
+__all__ = ["RankFailed", "RanksHung", "Run", "launch", "process_group", "rank_device", "warm", "warm_on_cpu"]

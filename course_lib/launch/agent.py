@@ -11,7 +11,7 @@ import multiprocessing.spawn
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from course_lib.launch import rank as rank_program
@@ -74,6 +74,24 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def warm_on_cpu(*also: str, environment: Mapping[str, str] | None = None) -> None:
+    """`warm`, with modules that look for GPUs while they are imported: DeepSpeed, and what imports it.
+
+    On a machine with NVIDIA's driver they are left to the ranks, and `environment` is not set: a process that asked the
+    driver for GPUs can have no forks that use them. Elsewhere DeepSpeed is told to use the CPU.
+
+    Args:
+        also: the modules.
+        environment: variables that they read while they are imported.
+    """
+    if os.path.exists("/proc/driver/nvidia"):
+        warm()
+        return
+    for name, value in {"DS_ACCELERATOR": "cpu", **(environment or {})}.items():
+        os.environ.setdefault(name, value)
+    warm(*also)
 
 
 class Agent(threading.Thread):

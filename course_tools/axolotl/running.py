@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import io
+import json
 import os
 import shutil
 import sys
 import tempfile
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from course_lib.launch import Run, launch, warm
+from course_lib.launch import Run, launch, warm_on_cpu
 from course_tools.axolotl.overlays import merged, write
 
 # What Axolotl imports before its first step: several seconds, which ranks that are forks of a warm server are spared.
@@ -27,6 +31,10 @@ SLOW = (
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",
 )
+ON_CPU = {
+    "NUMBA_DISABLE_JIT": "1",  # compiling Axolotl's packing takes longer than packing the course's few hundred texts
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow starts a thread on import: no server forks with two
+}
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -40,21 +48,9 @@ QUIET = {
 
 
 def warm_axolotl() -> None:
-    """Start the server that ranks are forked from, with Axolotl imported where that is safe. Returns at once.
-
-    On a machine with NVIDIA's driver Axolotl is left to the ranks: some of what it imports asks the driver for GPUs, and
-    a process that did so can have no forks that use them.
-    """
+    """Start the server that ranks are forked from, with Axolotl imported where that is safe. Returns at once."""
     os.environ.update(QUIET)
-    if os.path.exists("/proc/driver/nvidia"):
-        warm()
-    else:
-        # compiling Axolotl's bin packing takes longer than packing the course's few hundred texts without
-        os.environ["NUMBA_DISABLE_JIT"] = "1"
-        # pyarrow's allocator starts a thread on import; a server that is forked should have one thread, its own
-        os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says in each process that it found no GPU
-        warm(*SLOW)
+    warm_on_cpu(*SLOW, environment=ON_CPU)
 
 
 @dataclass
@@ -103,13 +99,24 @@ def train(config: Config, *, ranks: int = 2, timeout: float = 120.0) -> AxolotlR
     output_dir = Path(values["output_dir"])
     shutil.rmtree(output_dir / "witness", ignore_errors=True)  # of an earlier run, which would be taken for this one's
     with tempfile.TemporaryDirectory(prefix="axolotl-") as folder:
-        run = launch(
-            _train, str(write(values, Path(folder, "run.yml"))), ranks=ranks, timeout=timeout, quiet=True, threads=1
-        )
+        run = launch(_train, _written(values, folder), ranks=ranks, timeout=timeout, quiet=True, threads=1)
     from course_tools.axolotl.witness import read
 
     witness = read(output_dir)
     return AxolotlRun(witness[0]["losses"], witness, run, output_dir)
+
+
+def _written(values: dict[str, Any], folder: str) -> str:
+    """The path of a YAML with these values in `folder`.
+
+    A DeepSpeed configuration that stands in the YAML becomes a file of its own there: else each rank of Axolotl's
+    writes one to the temporary folder and leaves it.
+    """
+    if isinstance(values.get("deepspeed"), Mapping):
+        path = Path(folder, "deepspeed.json")
+        path.write_text(json.dumps(values["deepspeed"]), encoding="utf-8")
+        values = values | {"deepspeed": str(path)}
+    return str(write(values, Path(folder, "run.yml")))
 
 
 def _prepare(config: str) -> None:
@@ -169,7 +176,7 @@ def inference(config: Config, prompt: str, *, base_model: str | os.PathLike[str]
 
 def _in_one_process(module: str, config: Config, timeout: float, said: str = "", **words: str) -> str:
     with tempfile.TemporaryDirectory(prefix="axolotl-") as folder:
-        path = str(write(merged(config), Path(folder, "run.yml")))
+        path = _written(merged(config), folder)
         run = launch(_command, module, path, said, words, ranks=1, timeout=timeout, quiet=True, threads=1)
     return run.logs[0]
 
@@ -177,10 +184,6 @@ def _in_one_process(module: str, config: Config, timeout: float, said: str = "",
 def _command(module: str, config: str, said: str, words: dict[str, str]) -> None:
     """What the one process runs: `do_cli` of one of Axolotl's commands, `said` in the place of the keyboard."""
     _prepare(config)
-    import importlib
-    import importlib.util
-    import types
-
     if importlib.util.find_spec("gradio") is None:  # imported by all of inference, and used by its web page alone
         sys.modules["gradio"] = types.ModuleType("gradio")
     sys.stdin = io.StringIO(said)

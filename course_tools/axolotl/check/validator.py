@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from course_lib.launch.checkout import python_path
 from course_lib.validation import did_you_mean
 from course_tools.axolotl.check.findings import Finding, dotted
 from course_tools.axolotl.check.gpus import Cluster
@@ -109,13 +110,12 @@ atexit.register(close)
 
 def _start() -> subprocess.Popen[bytes]:
     print("Reading Axolotl's schema once: about ten seconds.", file=sys.stderr, flush=True)
-    root = str(Path(__file__).parents[3])
     return subprocess.Popen(
         [sys.executable, "-m", "course_tools.axolotl.check.axolotl_process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=os.environ | QUIET | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
+        env=os.environ | QUIET | {"PYTHONPATH": python_path()},
         start_new_session=True,  # Ctrl-C in a terminal is for the program that asks; it ends this one
     )
 
