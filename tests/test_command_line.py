@@ -57,7 +57,7 @@ def test_the_first_word_must_be_a_command(capsys: pytest.CaptureFixture[str]) ->
     assert "COMMAND" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"progress"}))  # course_lib has a parser of argparse itself
+@pytest.mark.parametrize("name", COMMANDS)
 def test_what_a_command_does_not_understand_gets_one_sentence(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--no-such-option"]) == 2
     error = capsys.readouterr().err

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 from course_lib.notebook import contents, progress
@@ -65,15 +63,3 @@ def _predictions(done: progress.Progress, lesson: str) -> dict[str, str]:
         "predictions measured": str(len(pairs)) if pairs else "",
         "off by (median)": f"{statistics.median(off):.2g} %" if off else "",
     }
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """``beyond progress``: one line per lesson, and the next step."""
-    argparse.ArgumentParser(prog="beyond progress", description=__doc__).parse_args(argv)
-    done = progress.load()
-    for row in rows(done):
-        off = f", off by {row['off by (median)']}" if row["off by (median)"] else ""
-        kept = f"; {row['predictions measured']} predictions measured{off}" if row["predictions measured"] else ""
-        print(f"{row['lesson']}: {row['exercises passed']} exercises passed{kept}")
-    print(next_step(done))
-    return 0

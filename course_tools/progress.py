@@ -1,0 +1,22 @@
+"""``beyond progress``: one line per lesson, and the next exercise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from course_lib.notebook import progress
+from course_lib.notebook.where_you_stand import next_step, rows
+from course_tools.command_line import ArgumentParser, reports_errors
+
+
+@reports_errors
+def main(argv: Sequence[str]) -> int:
+    """Print which exercises are passed, and what comes next. Returns 0."""
+    ArgumentParser(prog="beyond progress", description="Which exercises you have passed.").parse_args(argv)
+    done = progress.load()
+    for row in rows(done):
+        off = f", off by {row['off by (median)']}" if row["off by (median)"] else ""
+        kept = f"; {row['predictions measured']} predictions measured{off}" if row["predictions measured"] else ""
+        print(f"{row['lesson']}: {row['exercises passed']} exercises passed{kept}")
+    print(next_step(done))
+    return 0
