@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.style import COLOURS, HATCHES, LINES, MARKERS, new_figure, picture
+from course_lib.figures.style import COLOURS, GROUP_COLOURS, HATCHES, LINES, MARKERS, box, new_figure, picture, require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
     from course_lib.figures.style import Picture
 
-Cell = frozenset[int]  # the ranks whose numbers are summed up in a chunk; empty: nothing there
-RANK_COLOURS = [COLOURS[4], COLOURS[1], COLOURS[2], COLOURS[5], COLOURS[0], COLOURS[3], "#BBBBBB", "#777777"]
+RANK_COLOURS = [*GROUP_COLOURS, "#777777"]
 KINDS = ("broadcast", "reduce", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "gather", "scatter")
 
 
@@ -55,17 +53,18 @@ def before_and_after(kinds: Sequence[str], ranks: int = 4) -> Picture:
     Raises:
         ValueError: no kind, or an unknown one.
     """
-    if not kinds:
-        raise ValueError("There is nothing to draw: give at least one collective.")
-    figure, axes = new_figure(width=7.5, height=0.5 + 1.75 * len(kinds), rows=len(kinds), columns=2)
-    told = []
+    require(kinds, "collective")
+    figure, axes = new_figure(height=0.5 + 1.75 * len(kinds), rows=len(kinds), columns=2, grid="")
+    summary = []
     for i, kind in enumerate(kinds):
         before, after = states(kind, ranks)
         for axis, state, when in ((axes[2 * i], before, "before"), (axes[2 * i + 1], after, "after")):
             _grid(axis, state)
             axis.set_title(f"{kind}, {when}", fontsize=10)
-        told.append(f"{kind}: rank 0 has {_in_words(before[0])} before and {_in_words(after[0])} after")
-    return picture(figure, f"Pieces of a tensor on {ranks} ranks before and after each collective. {'; '.join(told)}.")
+        summary.append(f"{kind}: rank 0 has {_in_words(before[0])} before and {_in_words(after[0])} after")
+    return picture(
+        figure, f"Pieces of a tensor on {ranks} ranks before and after each collective. {'; '.join(summary)}."
+    )
 
 
 def _label(chunk: Any) -> str:
@@ -84,30 +83,23 @@ def _in_words(row: Sequence[Any]) -> str:
 def _grid(axis: Axes, state: Sequence[Sequence[Any]]) -> None:
     """Ranks as rows, pieces as columns."""
     ranks = len(state)
-    axis.grid(False)
     axis.spines[["left", "bottom"]].set_visible(False)
     for r, row in enumerate(state):
         for c, chunk in enumerate(row):
             y = ranks - 1 - r
             if chunk is None:
-                axis.add_patch(_box(c, y, "white", "#CCCCCC"))
+                box(axis, c, y, 0.92, 0.8, "white", edgecolor="#CCCCCC", linewidth=0.8)
                 continue
-            contributors = sorted(chunk[0])
-            for k, rank in enumerate(contributors):  # a stripe a contributor
-                axis.add_patch(
-                    _box(c + 0.92 * k / len(contributors), y, RANK_COLOURS[rank % 8], "white", 0.92 / len(contributors))
-                )
-            axis.text(c + 0.46, y + 0.4, _label(chunk), ha="center", va="center", fontsize=9,
-                      bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.2} if len(contributors) > 1 else None)  # fmt: skip
+            width = 0.92 / len(chunk[0])
+            for k, rank in enumerate(sorted(chunk[0])):  # a stripe per contributor
+                box(axis, c + k * width, y, width, 0.8, RANK_COLOURS[rank % 8], linewidth=0.8)
+            ground = (
+                {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.2} if len(chunk[0]) > 1 else None
+            )
+            axis.text(c + 0.46, y + 0.4, _label(chunk), ha="center", va="center", fontsize=9, bbox=ground)
     axis.set(xlim=(-0.1, len(state[0])), ylim=(-0.1, ranks), xticks=[])
     axis.set_yticks([ranks - 1 - r + 0.4 for r in range(ranks)], [f"rank {r}" for r in range(ranks)])
     axis.tick_params(length=0)
-
-
-def _box(x: float, y: float, colour: str, edge: str, width: float = 0.92) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x, y), width, 0.8, facecolor=colour, edgecolor=edge, linewidth=0.8)
 
 
 def ring_state(ranks: int, step: int) -> tuple[list[list[Any]], list[tuple[int, int, int]]]:
@@ -132,34 +124,27 @@ def ring_state(ranks: int, step: int) -> tuple[list[list[Any]], list[tuple[int, 
     return [[(content, c) for c, content in enumerate(row)] for row in held], sent
 
 
-def draw_ring(ranks: int, step: int) -> tuple[Figure, str]:
-    """One step of the ring: the chunks, and arrows for what was just sent; the figure and its text."""
+def ring_step(ranks: int, step: int) -> Picture:
+    """One step of the ring: the chunks, and arrows for what was just sent. Raises ValueError as `ring_state`."""
     state, sent = ring_state(ranks, step)
-    figure, (axis,) = new_figure(width=7.5, height=0.9 + 0.62 * ranks)
+    figure, (axis,) = new_figure(height=0.9 + 0.62 * ranks, grid="")
     _grid(axis, state)
     for sender, chunk, receiver in sent:
-        start, end = ranks - 1 - sender, ranks - 1 - receiver
-        bend = 0.25 if receiver > sender else -0.12
-        axis.annotate(
-            "", xy=(chunk + 0.46, end + (0.8 if receiver > sender else 0.0)),
-            xytext=(chunk + 0.46, start + (0.0 if receiver > sender else 0.8)),
-            arrowprops={"arrowstyle": "-|>", "color": "black", "linewidth": 1.6, "connectionstyle": f"arc3,rad={bend}"},
-        )  # fmt: skip
-    half = (
-        "before the first step"
-        if not step
-        else "reduce-scatter: add and pass on"
-        if step < ranks
-        else "all-gather: copy and pass on"
-    )
-    title = f"step {step} of {2 * (ranks - 1)}: {half}"
+        down = receiver > sender
+        x, look = chunk + 0.46, {"arrowstyle": "-|>", "color": "black", "linewidth": 1.6}
+        look["connectionstyle"] = f"arc3,rad={0.25 if down else -0.12}"
+        start, end = ranks - 1 - sender + (0.0 if down else 0.8), ranks - 1 - receiver + (0.8 if down else 0.0)
+        axis.annotate("", xy=(x, end), xytext=(x, start), arrowprops=look)
+    half = "reduce-scatter: add and pass on" if step < ranks else "all-gather: copy and pass on"
+    title = f"step {step} of {2 * (ranks - 1)}: {half if step else 'before the first step'}"
     axis.set_title(title, fontsize=11)
-    finished = sum(len(content) == ranks for row in state for content, _ in row)
-    told = ", ".join(f"rank {s} sent chunk {c} to rank {r}" for s, c, r in sent) or "nothing was sent yet"
-    return (
-        figure,
-        f"Ring all-reduce on {ranks} ranks, {title}: {told}; {finished} of {ranks**2} chunks hold the whole sum.",
-    )
+    moves = ", ".join(f"rank {s} sent chunk {c} to rank {r}" for s, c, r in sent) or "nothing was sent yet"
+    return picture(figure, f"Ring all-reduce on {ranks} ranks, {title}: {moves}; {_finished(state)}.")
+
+
+def _finished(state: Sequence[Sequence[Any]]) -> str:
+    whole = sum(len(content) == len(state) for row in state for content, _ in row)
+    return f"{whole} of {len(state) ** 2} chunks hold the whole sum"
 
 
 def ring_steps(ranks: int = 4, steps: Sequence[int] | None = None) -> Picture:
@@ -170,17 +155,16 @@ def ring_steps(ranks: int = 4, steps: Sequence[int] | None = None) -> Picture:
     """
     chosen = list(steps) if steps is not None else sorted({0, 1, ranks - 1, ranks, 2 * (ranks - 1)})
     rows = -(-len(chosen) // 3)
-    figure, axes = new_figure(width=9, height=0.4 + 2.0 * rows, rows=rows, columns=3)
-    told = []
+    figure, axes = new_figure(9, 0.4 + 2.0 * rows, rows=rows, columns=3, grid="")
+    summary = []
     for axis, step in zip(axes, chosen, strict=False):
-        state, sent = ring_state(ranks, step)
+        state, _ = ring_state(ranks, step)
         _grid(axis, state)
         axis.set_title("start" if not step else f"after step {step}", fontsize=10)
-        finished = sum(len(content) == ranks for row in state for content, _ in row)
-        told.append(f"after step {step} {finished} of {ranks**2} chunks hold the whole sum")
+        summary.append(f"after step {step} {_finished(state)}")
     for axis in axes[len(chosen) :]:
         axis.set_visible(False)
-    return picture(figure, f"Ring all-reduce on {ranks} ranks: {'; '.join(told)}.")
+    return picture(figure, f"Ring all-reduce on {ranks} ranks: {'; '.join(summary)}.")
 
 
 def by_ranks(
@@ -195,37 +179,31 @@ def by_ranks(
     Raises:
         ValueError: nothing measured.
     """
-    if not any(measured.values()):
-        raise ValueError("There is nothing to draw: give for each algorithm a figure by number of ranks.")
+    require(any(measured.values()), "algorithm, with a number for each number of ranks")
     figure, (axis,) = new_figure()
     for i, (name, points) in enumerate(formulas.items()):
         axis.plot(list(points), list(points.values()), label=f"{name}, formula", color=COLOURS[i], linestyle=LINES[i])
     for i, (name, points) in enumerate(measured.items()):
-        axis.plot(
-            list(points), list(points.values()), label=f"{name}, measured", color=COLOURS[i], linestyle="none",
-            marker=MARKERS[i], markersize=9, markerfacecolor="white", markeredgewidth=2,
-        )  # fmt: skip
+        look = {"color": COLOURS[i], "linestyle": "none", "marker": MARKERS[i], "markersize": 9, "markeredgewidth": 2}
+        axis.plot(list(points), list(points.values()), label=f"{name}, measured", markerfacecolor="white", **look)
     axis.set(xlabel="ranks", ylabel=unit, title=title, ylim=(0, None))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(frameon=False)
-    told = [(name, list(points.items())) for name, points in measured.items()]
+    curves = [(name, list(points.items())) for name, points in measured.items()]
     ends = "; ".join(
-        f"{name} from {p[0][1]:.3g} at {p[0][0]} ranks to {p[-1][1]:.3g} at {p[-1][0]}" for name, p in told
+        f"{name} from {p[0][1]:.3g} at {p[0][0]} ranks to {p[-1][1]:.3g} at {p[-1][0]}" for name, p in curves
     )
     return picture(figure, f"{title}, {unit} by number of ranks: {ends}.")
 
 
 def seconds_by_link(seconds: Mapping[str, float], *, title: str) -> Picture:
-    """Horizontal bars on a logarithmic axis, one a link.
+    """Horizontal bars on a logarithmic axis, one per link.
 
     Raises:
         ValueError: nothing to draw.
     """
-    if not seconds:
-        raise ValueError("There is nothing to draw: give at least one link.")
-    figure, (axis,) = new_figure(height=1.2 + 0.3 * len(seconds))
-    axis.grid(axis="y", visible=False)
-    axis.grid(axis="x", color="#DDDDDD", linewidth=0.8)
+    require(seconds, "link")
+    figure, (axis,) = new_figure(height=1.2 + 0.3 * len(seconds), grid="x")
     names = list(seconds)[::-1]
     values = [1e3 * seconds[name] for name in names]
     axis.barh(range(len(names)), values, 0.62, color=COLOURS[4], edgecolor="white", hatch=HATCHES[0])
@@ -234,8 +212,3 @@ def seconds_by_link(seconds: Mapping[str, float], *, title: str) -> Picture:
     axis.set_yticks(range(len(names)), names)
     axis.set(xlabel="milliseconds (logarithmic)", title=title, xscale="log", xlim=(min(values) / 2, max(values) * 6))
     return picture(figure, f"{title}: " + "; ".join(f"{name} {1e3 * seconds[name]:.3g} ms" for name in seconds) + ".")
-
-
-__all__ = [
-    "KINDS", "before_and_after", "by_ranks", "draw_ring", "ring_state", "ring_steps", "seconds_by_link", "states",
-]  # fmt: skip

@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.style import COLOURS, HATCHES, LINES, new_figure, nice_bytes, picture
+from course_lib.figures.style import (
+    COLOURS,
+    GROUP_COLOURS,
+    HATCHES,
+    LINES,
+    ON_WHITE,
+    box,
+    diagram,
+    legend_below,
+    new_figure,
+    patch,
+    picture,
+    require,
+)
+from course_lib.units import MIB, nice_bytes
 
 if TYPE_CHECKING:
     from course_lib.figures.style import Picture
 
-MIB = 2**20
 CALLS = {  # of a trace -> (colour, hatch, the legend's words)
     "computes": (COLOURS[4], "", "computing"),
     "waits": (COLOURS[3], "xx", "inside FSDP2's calls: copies and waits"),
@@ -27,7 +40,7 @@ def memory_by_unit(
     lines: Mapping[str, int] | None = None,
     title: str,
 ) -> Picture:
-    """Bytes of one rank over a step: one curve a run, the time in which each unit of the first is at work as a band.
+    """Bytes of one rank over a step: one curve per run, the time in which each unit of the first is at work as a band.
 
     Args:
         curves: name -> (nanoseconds, bytes) after each change. With several, each is stretched to the same width.
@@ -37,34 +50,31 @@ def memory_by_unit(
     Raises:
         ValueError: no curve, or one that never changes.
     """
-    if not curves or any(len(curve) < 2 for curve in curves.values()):
-        raise ValueError("There is nothing to draw: give at least one curve with changes.")
+    require(curves and all(len(curve) > 1 for curve in curves.values()), "curve with changes")
     figure, (axis,) = new_figure(height=3.7)
     alone = len(curves) == 1
-    low, top = float("inf"), 0.0
+    scales = [1e-6 if alone else 100 / max(time for time, _ in curve) for curve in curves.values()]
+    top = max(size for curve in curves.values() for _, size in curve) / MIB
     for i, (name, curve) in enumerate(curves.items()):
-        scale = 1e-6 if alone else 100 / max(at for at, _ in curve)
-        sizes = [size / MIB for _, size in curve]
-        low, top = min(low, min(sizes[1:])), max(top, *sizes)
-        axis.step([at * scale for at, _ in curve], sizes, where="post", color=COLOURS[i], linestyle=LINES[i], label=name,
-                  linewidth=1.4)  # fmt: skip
-    scale = 1e-6 if alone else 100 / max(at for at, _ in next(iter(curves.values())))
+        times, sizes = [time * scales[i] for time, _ in curve], [size / MIB for _, size in curve]
+        axis.step(times, sizes, where="post", color=COLOURS[i], linestyle=LINES[i], label=name, linewidth=1.4)
     for i, (label, first, last) in enumerate(units):
-        axis.axvspan(first * scale, last * scale, color="#BBBBBB" if i % 2 else "#E5E5E5", alpha=0.6, linewidth=0)
-        axis.text((first + last) / 2 * scale, top * 1.02, label, ha="center", va="bottom", fontsize=8)
+        shade = "#BBBBBB" if i % 2 else "#E5E5E5"
+        axis.axvspan(first * scales[0], last * scales[0], color=shade, alpha=0.6, linewidth=0)
+        axis.text((first + last) / 2 * scales[0], top * 1.02, label, ha="center", va="bottom", fontsize=8)
     for i, (name, size) in enumerate((lines or {}).items()):
         axis.axhline(size / MIB, color=COLOURS[3], linestyle=LINES[(i + 1) % 7], linewidth=1.3, label=name)
         top = max(top, size / MIB)
-    axis.set(xlabel="milliseconds" if alone else "% of the step", ylabel="MiB on this rank", title=title,
-             ylim=(0, top * (1.12 if units else 1.06)))  # fmt: skip
+    axis.set(xlabel="milliseconds" if alone else "% of the step", ylabel="MiB on this rank", title=title)
+    axis.set_ylim(0, top * (1.12 if units else 1.06))
     axis.margins(x=0)
     if units:  # what lies before, waiting for a late rank, is of no interest
-        first, last = units[0][1] * scale, units[-1][2] * scale
+        first, last = units[0][1] * scales[0], units[-1][2] * scales[0]
         axis.set_xlim(max(0.0, first - 0.08 * (last - first)), last + 0.08 * (last - first))
-    figure.legend(frameon=False, ncols=2, loc="outside lower center")
-    told = "; ".join(f"{name} peaks at {nice_bytes(max(size for _, size in curve))}" for name, curve in curves.items())
+    legend_below(figure, columns=2)
+    peaks = "; ".join(f"{name} peaks at {nice_bytes(max(size for _, size in curve))}" for name, curve in curves.items())
     also = "".join(f"; {name} is {nice_bytes(size)}" for name, size in (lines or {}).items())
-    return picture(figure, f"{title}: bytes on one rank over the step; {told}{also}.")
+    return picture(figure, f"{title}: bytes on one rank over the step; {peaks}{also}.")
 
 
 def waits(spans: Sequence[Any]) -> dict[str, float]:
@@ -94,11 +104,8 @@ def step_trace(traces: Mapping[str, Sequence[Any]], *, title: str) -> Picture:
     Raises:
         ValueError: a trace without FSDP2's stretches.
     """
-    from matplotlib.patches import Patch
-
-    figure, (axis,) = new_figure(height=1.2 + 0.95 * len(traces))
-    axis.grid(False)
-    ticks, names, shown, told = [], [], set(), []
+    figure, (axis,) = new_figure(height=1.2 + 0.95 * len(traces), grid="")
+    ticks, names, shown, summary = [], [], set(), []
     for i, (setting, spans) in enumerate(traces.items()):
         if not any(s.name.startswith("FSDP::") for s in spans):
             raise ValueError(f"{setting!r} has no stretch of FSDP2: trace a step of a model that fully_shard has cut.")
@@ -111,20 +118,21 @@ def step_trace(traces: Mapping[str, Sequence[Any]], *, title: str) -> Picture:
                 continue
             shown.add(what)
             colour, hatch, _ = CALLS[what]
-            on_wire = what in ("all_gather", "all_reduce", "reduce_scatter")
-            axis.broken_barh(
-                [((span.start - zero) * 1e3, (span.end - span.start) * 1e3)], (base + (0 if on_wire else 1.0), 0.85),
-                facecolors=colour, hatch=hatch, edgecolor="white", linewidth=0.3, zorder=3 if what == "waits" else 2,
-            )  # fmt: skip
+            low = base + (1.0 if what in ("computes", "waits") else 0.0)
+            look = {"facecolors": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.3}
+            bar = [((span.start - zero) * 1e3, (span.end - span.start) * 1e3)]
+            axis.broken_barh(bar, (low, 0.85), zorder=3 if what == "waits" else 2, **look)
         ticks += [base + 1.4, base + 0.4]
         names += [f"{setting}: computes", "on the wire"]
-        told.append(f"{setting}: {sum(waits(spans).values()) * 1e3:.0f} ms in FSDP2's own calls")
+        summary.append(f"{setting}: {sum(waits(spans).values()) * 1e3:.0f} ms in FSDP2's own calls")
     axis.set_yticks(ticks, names)
     axis.set(xlabel="time (ms)", title=title)
-    words = {CALLS[what][2]: Patch(facecolor=CALLS[what][0], hatch=CALLS[what][1], edgecolor="white") for what in CALLS
-             if what in shown}  # fmt: skip
-    figure.legend(words.values(), words.keys(), frameon=False, ncols=2, loc="outside lower center")
-    return picture(figure, f"{title}, one rank's step on a time axis. {'; '.join(told)}.")
+    legend_below(
+        figure,
+        {text: patch(colour, hatch) for name, (colour, hatch, text) in CALLS.items() if name in shown},
+        columns=2,
+    )
+    return picture(figure, f"{title}, one rank's step on a time axis. {'; '.join(summary)}.")
 
 
 def _what(span: Any) -> str | None:
@@ -147,35 +155,22 @@ def mesh(copies: int, shards: int, *, inside: str, between: str, title: str) -> 
     """
     if copies < 2 or shards < 2:
         raise ValueError(f"{copies} x {shards} is no hybrid mesh: it needs at least 2 copies and 2 shards.")
-    figure, (axis,) = new_figure(width=7.5, height=0.9 + 1.25 * copies)
-    axis.grid(False)
-    axis.set_axis_off()
+    figure, axis = diagram(7.5, 0.9 + 1.25 * copies, title)
+    arrows = {"arrowstyle": "<->", "linewidth": 2.2}, {"arrowstyle": "<->", "linewidth": 1.4, "linestyle": "--"}
     for copy in range(copies):
         y = (copies - 1 - copy) * 1.6
         axis.text(-0.25, y + 0.35, f"machine {copy}", ha="right", va="center")
         for shard in range(shards):
             x = shard * 3.2
-            axis.add_patch(_box(x, y, COLOURS[(4, 1, 2, 5)[shard % 4]], HATCHES[shard % 4]))
-            axis.text(x + 0.6, y + 0.35, f"rank {copy * shards + shard}\nshard {shard}", ha="center", va="center", fontsize=9,
-                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5})  # fmt: skip
+            box(axis, x, y, 1.2, 0.7, GROUP_COLOURS[shard % 4], hatch=HATCHES[shard % 4])
+            name = f"rank {copy * shards + shard}\nshard {shard}"
+            axis.text(x + 0.6, y + 0.35, name, ha="center", va="center", fontsize=9, bbox=ON_WHITE)
             if shard:
-                axis.annotate(
-                    "", (x - 0.05, y + 0.35), (x - 1.95, y + 0.35), arrowprops={"arrowstyle": "<->", "linewidth": 2.2}
-                )
+                axis.annotate("", (x - 0.05, y + 0.35), (x - 1.95, y + 0.35), arrowprops=arrows[0])
                 axis.text(x - 1.0, y + 0.45, inside, ha="center", va="bottom", fontsize=8)
             if copy:
-                axis.annotate(
-                    "", (x + 0.6, y + 0.75), (x + 0.6, y + 1.55),
-                    arrowprops={"arrowstyle": "<->", "linewidth": 1.4, "linestyle": "--"},
-                )  # fmt: skip
+                axis.annotate("", (x + 0.6, y + 0.75), (x + 0.6, y + 1.55), arrowprops=arrows[1])
                 axis.text(x + 0.75, y + 1.15, between, ha="left", va="center", fontsize=8)
-    axis.set(xlim=(-1.4, (shards - 1) * 3.2 + 3.2), ylim=(-0.2, (copies - 1) * 1.6 + 1.1), title=title)
-    return picture(
-        figure, f"{title}: {copies} machines with {shards} ranks each. Along a row: {inside}; along a column: {between}.".replace("\n", ", "),
-    )  # fmt: skip
-
-
-def _box(x: float, y: float, colour: str, hatch: str) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x, y), 1.2, 0.7, facecolor=colour, hatch=hatch, edgecolor="white")
+    axis.set(xlim=(-1.4, (shards - 1) * 3.2 + 3.2), ylim=(-0.2, (copies - 1) * 1.6 + 1.1))
+    alt = f"{title}: {copies} machines with {shards} ranks each. Along a row: {inside}; along a column: {between}."
+    return picture(figure, alt.replace("\n", ", "))

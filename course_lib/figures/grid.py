@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from course_lib.figures.style import COLOURS, HATCHES, in_turn, new_figure, picture
+from course_lib.figures.style import (
+    GROUP_COLOURS,
+    HATCHES,
+    ON_WHITE,
+    box,
+    diagram,
+    in_turn,
+    new_figure,
+    picture,
+    require,
+)
 from course_lib.parallel.grid import AXES, NAMES, Grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
     from course_lib.figures.style import Picture
 
-PALETTE = (COLOURS[4], COLOURS[1], COLOURS[2], COLOURS[5], COLOURS[0], COLOURS[3], "#BBBBBB")
 MOST_NODES, MOST_PER_NODE = 8, 16
-LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 1.3}
 
 
 def rank_grid(grid: Grid, *, axis: str = "tp", per_node: int = 8, title: str = "") -> Picture:
@@ -28,61 +35,50 @@ def rank_grid(grid: Grid, *, axis: str = "tp", per_node: int = 8, title: str = "
     Raises:
         ValueError: an axis that is none, or machines of no rank or more than 16.
     """
-    return picture(*draw_rank_grid(grid, axis=axis, per_node=per_node, title=title))
-
-
-def draw_rank_grid(grid: Grid, *, axis: str = "tp", per_node: int = 8, title: str = "") -> tuple[Figure, str]:
-    """The figure of `rank_grid` and its text, for a widget."""
     if not 1 <= per_node <= MOST_PER_NODE:
-        raise ValueError(f"per_node={per_node}: choose from 1 to {MOST_PER_NODE} ranks a machine.")
+        raise ValueError(f"per_node={per_node}: choose from 1 to {MOST_PER_NODE} ranks per machine.")
     groups = grid.groups(axis)
-    letter = {rank: i for i, group in enumerate(groups) for rank in group}
+    group_of = {rank: i for i, group in enumerate(groups) for rank in group}
     nodes = -(-grid.size // per_node)
     shown = min(nodes, MOST_NODES)
     columns = 2 if per_node <= 4 and shown > 1 else 1
     rows = -(-shown // columns)
-    used = [name for name in AXES if getattr(grid, name) > 1]
-    figure, (area,) = new_figure(height=1.25 + 0.86 * rows + 0.17 * max(1, len(used)))
-    area.grid(False)
-    area.set_axis_off()
+    reach = [_reach(grid, name, per_node) for name in AXES if getattr(grid, name) > 1] or ["one rank: nothing to send"]
+    left_out = f" (the first {shown} of {nodes} machines)" if shown < nodes else ""
+    ranks = f"{grid.size} ranks, {grid}" if grid.size > 1 else "A grid of one rank"
+    figure, area = diagram(
+        7.5, 1.25 + 0.86 * rows + 0.17 * len(reach), title or f"{ranks}: the groups along {axis}{left_out}"
+    )
     wide = per_node + 1.2  # of a machine, in boxes
     place = {}
     for node in range(shown):
         left, bottom = node % columns * wide, -(node // columns) * 1.75
-        members = range(node * per_node, min((node + 1) * per_node, grid.size))
-        area.add_patch(_box(left - 0.1, bottom - 0.14, per_node + 0.1, 1.2, facecolor="none", edgecolor="#555555"))
+        box(area, left - 0.1, bottom - 0.14, per_node + 0.1, 1.2, "none", edgecolor="#555555", linewidth=0.9)
         area.text(left + per_node, bottom + 1.1, f"machine {node}", fontsize=8, ha="right", va="bottom")
-        for i, rank in enumerate(members):
-            place[rank] = (left + i, bottom)
-            group = letter[rank]
-            area.add_patch(_box(left + i, bottom, 0.9, 0.9, facecolor=PALETTE[group % 7], edgecolor="white",
-                                hatch=in_turn(HATCHES, group)))  # fmt: skip
-            small = per_node > 8
-            area.text(left + i + 0.45, bottom + 0.63, f"{rank}", ha="center", va="center", fontsize=7 if small else 9,
-                      fontweight="bold", bbox=LABEL)  # fmt: skip
-            area.text(left + i + 0.45, bottom + 0.22, _letters(group), ha="center", va="center",
-                      fontsize=6 if small else 8, bbox=LABEL)  # fmt: skip
+        for i, rank in enumerate(range(node * per_node, min((node + 1) * per_node, grid.size))):
+            x, group, smaller = left + i, group_of[rank], 2 if per_node > 8 else 0
+            place[rank] = (x, bottom)
+            box(area, x, bottom, 0.9, 0.9, GROUP_COLOURS[group % 7], hatch=in_turn(HATCHES, group), linewidth=0.9)
+            middle = {"ha": "center", "va": "center", "bbox": ON_WHITE}
+            area.text(x + 0.45, bottom + 0.63, f"{rank}", fontsize=9 - smaller, fontweight="bold", **middle)
+            area.text(x + 0.45, bottom + 0.22, _letters(group), fontsize=8 - smaller, **middle)
     first = [rank for rank in groups[0] if rank in place]
     for a, b in zip(first, first[1:], strict=False):
         _join(area, place[a], place[b], outside=a // per_node != b // per_node)
     area.set(xlim=(-0.2, columns * wide - 0.9), ylim=(-(rows - 1) * 1.75 - 0.3, 1.6))
-    left_out = f" (the first {shown} of {nodes} machines)" if shown < nodes else ""
-    groups_told = f"{len(groups)} {NAMES[axis]}-parallel group{'s' * (len(groups) > 1)} of {len(groups[0])}"
-    area.set_title(title or f"{_ranks(grid)}: the groups along {axis}{left_out}", fontsize=11)
-    reach = [_reach(grid, name, per_node) for name in used] or ["one rank: nothing to send"]
     figure.text(0.02, 0.01, "\n".join(reach), fontsize=8.5, va="bottom")
     below = 0.03 + 0.17 * len(reach) / figure.get_figheight()
     figure.get_layout_engine().set(rect=(0, below, 1, 1 - below))
-    examples = "; ".join(f"{_letters(i)}: ranks {', '.join(map(str, group[:8]))}{', …' if len(group) > 8 else ''}"
-                         for i, group in enumerate(groups[:4]))  # fmt: skip
-    return figure, (
-        f"{_ranks(grid)}, on {nodes} machine{'s' * (nodes > 1)} of {per_node}{left_out}, coloured by {groups_told}: {examples}"
-        f"{'; and so on' if len(groups) > 4 else ''}. {'. '.join(reach)}."
+    examples = "; ".join(
+        f"{_letters(i)}: ranks {', '.join(map(str, group[:8]))}{', …' if len(group) > 8 else ''}"
+        for i, group in enumerate(groups[:4])
     )
-
-
-def _ranks(grid: Grid) -> str:
-    return f"{grid.size} ranks, {grid}" if grid.size > 1 else "A grid of one rank"
+    count = f"{len(groups)} {NAMES[axis]}-parallel group{'s' * (len(groups) > 1)} of {len(groups[0])}"
+    return picture(
+        figure,
+        f"{ranks}, on {nodes} machine{'s' * (nodes > 1)} of {per_node}{left_out}, coloured by {count}: {examples}"
+        f"{'; and so on' if len(groups) > 4 else ''}. {'. '.join(reach)}.",
+    )
 
 
 def _reach(grid: Grid, axis: str, per_node: int) -> str:
@@ -101,10 +97,9 @@ def _join(area: Axes, a: tuple[float, float], b: tuple[float, float], *, outside
     """From box to box: an arch over neighbours in a row, a straight line between rows."""
     same_row = a[1] == b[1]
     start, end = ((x + 0.45, y + 0.9) if same_row or b[1] > y or y < a[1] else (x + 0.45, y) for x, y in (a, b))
-    area.annotate("", end, start, zorder=6, arrowprops={
-        "arrowstyle": "-", "linewidth": 1.6, "linestyle": "--" if outside else "-", "color": "black",
-        "connectionstyle": f"arc3,rad={-0.25 if same_row else 0}", "shrinkA": 0, "shrinkB": 0,
-    })  # fmt: skip
+    look = {"arrowstyle": "-", "linewidth": 1.6, "linestyle": "--" if outside else "-", "shrinkA": 0, "shrinkB": 0}
+    look["connectionstyle"] = f"arc3,rad={-0.25 if same_row else 0}"
+    area.annotate("", end, start, zorder=6, arrowprops=look)
 
 
 def ring_steps(ranks: int = 4, *, layouts: Sequence[str] = ("contiguous", "zigzag")) -> Picture:
@@ -116,55 +111,47 @@ def ring_steps(ranks: int = 4, *, layouts: Sequence[str] = ("contiguous", "zigza
     Raises:
         ValueError: fewer than 2 ranks or more than 8, no layout, or an unknown one.
     """
-    return picture(*draw_ring_steps(ranks, layouts=layouts))
-
-
-def draw_ring_steps(ranks: int = 4, *, layouts: Sequence[str] = ("contiguous", "zigzag")) -> tuple[Figure, str]:
-    """The figure of `ring_steps` and its text."""
     if not 2 <= ranks <= 8:
         raise ValueError(f"ranks={ranks}: choose from 2 to 8, so that the steps fit on the page.")
-    if not layouts:
-        raise ValueError("There is nothing to draw: give at least one layout.")
-    figure, axes = new_figure(width=min(8.2, 1.3 + 1.0 * ranks * len(layouts) + 0.9), height=0.85 + 0.62 * ranks,
-                              columns=len(layouts))  # fmt: skip
-    told = []
+    require(layouts, "layout")
+    width = min(8.2, 2.2 + 1.0 * ranks * len(layouts))
+    figure, axes = new_figure(width, 0.85 + 0.62 * ranks, columns=len(layouts), grid="")
+    summary = []
     for axis, layout in zip(axes, layouts, strict=True):
-        work = _steps(axis, ranks, layout)
-        told.append(f"{layout}: {', '.join(f'rank {r} {squares:g}' for r, squares in enumerate(work))} squares of work")
-    return figure, (
-        f"Ring attention on {ranks} ranks: a row a rank, a column a step. At step s rank r has the keys and values of rank "
-        f"r - s. {'; '.join(told)}."
+        work = ", ".join(f"rank {rank} {squares:g}" for rank, squares in enumerate(_steps(axis, ranks, layout)))
+        summary.append(f"{layout}: {work} squares of work")
+    return picture(
+        figure,
+        f"Ring attention on {ranks} ranks: a row per rank, a column per step. At step s rank r has the keys and values of "
+        f"rank r - s. {'; '.join(summary)}.",
     )
 
 
 def _steps(axis: Axes, ranks: int, layout: str) -> list[float]:
-    """Draw one layout; the work of each rank, in squares."""
+    """Draw one layout; returns the work of each rank, in squares."""
     from matplotlib.patches import Polygon
 
     from course_lib.training.sequence.ring_attention import meetings, runs  # it needs torch, and few pictures do
 
     pieces = len(runs(0, ranks, 2 * ranks, layout))  # in a rank's part of the sequence
-    seq_len = pieces * ranks
     size = 0.78 / pieces
-    axis.grid(False)
     axis.set_aspect("equal")
     axis.spines[["left", "bottom"]].set_visible(False)
     work = []
     for rank in range(ranks):
-        total = 0.0
+        total, y = 0.0, float(ranks - 1 - rank)
         for step in range(ranks):
-            source = (rank - step) % ranks
-            x, y = step * 1.15, (ranks - 1 - rank) * 1.0
-            axis.add_patch(_box(x, y, 0.78, 0.78, facecolor="white", edgecolor="#999999"))
-            colour, hatch = PALETTE[source % 7], in_turn(HATCHES, source)
-            for mine, theirs, diagonal in meetings(rank, source, ranks, seq_len, layout):
-                left, top = x + theirs.start * size, y + 0.78 - mine.start * size
+            source, x = (rank - step) % ranks, step * 1.15
+            box(axis, x, y, 0.78, 0.78, "white", edgecolor="#999999", linewidth=0.9)
+            look = {"facecolor": GROUP_COLOURS[source % 7], "hatch": in_turn(HATCHES, source), "edgecolor": "white"}
+            for queries, keys, diagonal in meetings(rank, source, ranks, pieces * ranks, layout):
+                left, top = x + keys.start * size, y + 0.78 - queries.start * size
                 corners = [(left, top), (left, top - size), (left + size, top - size)]
                 corners += [] if diagonal else [(left + size, top)]
-                axis.add_patch(Polygon(corners, facecolor=colour, hatch=hatch, edgecolor="white", linewidth=0.5))
+                axis.add_patch(Polygon(corners, linewidth=0.5, **look))
                 total += (0.5 if diagonal else 1.0) / pieces**2
-            axis.text(x + 0.39, y + 0.39, str(source), ha="center", va="center", fontsize=8, bbox=LABEL)
-        axis.text(ranks * 1.15, (ranks - 1 - rank) * 1.0 + 0.39, f"{total:g}", ha="center", va="center", fontsize=9)
+            axis.text(x + 0.39, y + 0.39, str(source), ha="center", va="center", fontsize=8, bbox=ON_WHITE)
+        axis.text(ranks * 1.15, y + 0.39, f"{total:g}", ha="center", va="center", fontsize=9)
         work.append(total)
     axis.text(ranks * 1.15, ranks - 0.1, "work", ha="center", va="bottom", fontsize=9)
     axis.set(xlim=(-0.1, ranks * 1.15 + 0.35), ylim=(-0.15, ranks + 0.15), title=layout)
@@ -173,9 +160,3 @@ def _steps(axis: Axes, ranks: int, layout: str) -> list[float]:
     axis.set_xlabel("number: whose keys and values are here", fontsize=9)
     axis.tick_params(length=0)
     return work
-
-
-def _box(x: float, y: float, width: float, height: float, **how: Any) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x, y), width, height, linewidth=0.9, **how)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.style import COLOURS, HATCHES, in_turn, new_figure, picture
+from course_lib.figures.style import COLOURS, HATCHES, in_turn, legend_below, new_figure, picture
 from course_lib.notebook.ledger import amount
 
 if TYPE_CHECKING:
     from course_lib.figures.style import Picture
 
 MEASURED, UNEXPLAINED = COLOURS[0], "#BBBBBB"
-LEAST = 0.5  # percent to either side of 0: a residual of a rounding shall not look like one that asks for a reason
+LEAST = 0.5  # percent to either side of 0: a residual from rounding must not look like one that needs a reason
 
 
 def ledger(entries: Sequence[Any]) -> Picture:
@@ -27,13 +27,10 @@ def ledger(entries: Sequence[Any]) -> Picture:
     known = [e for e in entries if e.measured is not None and e.predicted]
     if not known:
         raise ValueError("The ledger holds no measured prediction yet: run a cell with predict(...) and measured(...).")
-    keys = 3 + len({name for e in known for name in e.parts})  # of the legend, four a line
+    keys = 3 + len({name for e in known for name in e.parts})  # of the legend, four per line
     height = 1.3 + 0.55 * len(known) + 0.25 * -(-keys // 4)
-    figure, (both, residual) = new_figure(width=9.5, height=height, columns=2)
+    figure, (both, residual) = new_figure(width=9.5, height=height, columns=2, grid="x")
     rows = list(reversed(range(len(known))))
-    for axis in (both, residual):
-        axis.grid(axis="y", visible=False)
-        axis.grid(axis="x", color="#DDDDDD")
     both.barh(rows, [100] * len(known), height=0.7, facecolor="none", edgecolor="black", label="predicted")
     share = [100 * e.measured / e.predicted for e in known]
     both.barh(rows, share, height=0.4, color=MEASURED, label="measured")
@@ -42,13 +39,14 @@ def ledger(entries: Sequence[Any]) -> Picture:
     )
     both.set(xlabel="percent of predicted", title="Predicted and measured", xlim=(0, max(110.0, *share) * 1.02))
     _draw_residuals(residual, rows, known)
-    told = [axis.get_legend_handles_labels() for axis in (both, residual)]
-    drawn = dict(zip(told[0][1] + told[1][1], told[0][0] + told[1][0], strict=True))  # one of each name
-    figure.legend(drawn.values(), drawn.keys(), frameon=False, ncols=4, loc="outside lower center")
-    told = "; ".join(
+    drawn = {}  # one entry of each name
+    for axis in (both, residual):
+        drawn |= {name: handle for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+    legend_below(figure, drawn)
+    pairs = "; ".join(
         f"{e.name}: predicted {amount(e.predicted, e.unit)}, measured {amount(e.measured, e.unit)}" for e in known
     )
-    return picture(figure, f"Your ledger, predicted against measured. {told}.")
+    return picture(figure, f"Your ledger, predicted against measured. {pairs}.")
 
 
 def _draw_residuals(axis: Any, rows: Sequence[int], known: Sequence[Any]) -> None:
@@ -59,10 +57,9 @@ def _draw_residuals(axis: Any, rows: Sequence[int], known: Sequence[Any]) -> Non
             percent = 100 * size / abs(entry.predicted)
             side = 1 if percent >= 0 else -1
             style = 0 if name == "unexplained" else names.setdefault(name, len(names) + 1)
-            axis.barh(
-                row, percent, left=ends[side], height=0.4, label=name,
-                color=COLOURS[style % 7] if style else UNEXPLAINED, hatch=in_turn(HATCHES, style), edgecolor="white",
-            )  # fmt: skip
+            colour = COLOURS[style % 7] if style else UNEXPLAINED
+            look = {"color": colour, "hatch": in_turn(HATCHES, style), "edgecolor": "white"}
+            axis.barh(row, percent, left=ends[side], height=0.4, label=name, **look)
             ends[side] += percent
         axis.annotate(f" {entry.percent:+.2f} %", (max(ends[1], 0.0), row), va="center", fontsize=9)
     axis.axvline(0, color="black", linewidth=1)

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.style import COLOURS, LINES, MARKERS, new_figure, nice_bytes, picture
+from course_lib.figures.style import COLOURS, LINES, MARKERS, new_figure, picture
+from course_lib.units import nice_bytes
 
 if TYPE_CHECKING:
     from course_lib.collectives.links import Fit
@@ -42,10 +43,8 @@ def bandwidth_curve(curve: Curve, fit: Fit, *, title: str = "", held_out: Sequen
         chosen = [p for p in points if (p.bytes not in held_out) is seen]
         if not chosen:
             continue
-        how = dict(
-            fmt=MARKERS[0 if seen else 1], color=COLOURS[0], markerfacecolor=COLOURS[0] if seen else "white",
-            markersize=5, capsize=2, linewidth=1,
-        )  # fmt: skip
+        how = {"fmt": MARKERS[0 if seen else 1], "color": COLOURS[0], "markersize": 5, "capsize": 2, "linewidth": 1}
+        how["markerfacecolor"] = COLOURS[0] if seen else "white"
         sizes = [p.bytes for p in chosen]
         below = [(p.seconds - p.fastest) * 1e3 for p in chosen]
         above = [(p.slowest - p.seconds) * 1e3 for p in chosen]
@@ -83,10 +82,7 @@ def bandwidth_curve(curve: Curve, fit: Fit, *, title: str = "", held_out: Sequen
 
 def _short(value: float) -> str:
     """``65536`` -> ``"64 KiB"``: sizes on an axis are powers of two."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g} B"
+    return nice_bytes(value).replace(".00", "").replace("bytes", "B")
 
 
 def _regions(axis: Any, half: float, low: float, high: float) -> None:

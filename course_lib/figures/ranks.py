@@ -1,4 +1,4 @@
-"""All ranks of a run side by side: one small panel a metric, one line a rank."""
+"""All ranks of a run side by side: one small panel per metric, one line per rank."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from course_lib.figures.style import COLOURS, LINES, MARKERS, new_figure, nice_number, picture
+from course_lib.figures.style import legend_below, line_style, new_figure, picture
+from course_lib.units import nice_number
 
 if TYPE_CHECKING:
     from course_lib.figures.style import Picture
 
 Series = Sequence[tuple[int, float, float]]  # (step, value, time), see course_lib.observe.tracking
 PANELS = {  # metric -> (what its axis says, by what its values are divided)
-    "own_loss": ("own loss (nats a token)", 1.0),
-    "loss": ("loss (nats a token)", 1.0),
+    "own_loss": ("own loss (nats per token)", 1.0),
+    "loss": ("loss (nats per token)", 1.0),
     "tokens_per_second": ("tokens per second", 1.0),
     "memory_bytes": ("memory (GiB)", 2.0**30),
     "gradient_norm": ("gradient norm", 1.0),
     "heartbeat_gap": ("heartbeat gap (s)", 1.0),
 }
-MARKED = 12  # markers a line: enough to tell lines apart in grey
+MARKED = 12  # markers per line: enough to tell lines apart in grey
 
 
 def side_by_side(
@@ -33,8 +34,9 @@ def side_by_side(
     """Loss, tokens per second, memory, gradient norm and heartbeat of every rank, over the steps.
 
     Args:
-        runs: the folder that `course_lib.observe.tracking.Tracker` wrote to, or what `course_lib.observe.tracking.read` gave back.
-        metrics: which to draw, in this order; empty for those of the five that were logged.
+        runs: the folder that `course_lib.observe.tracking.Tracker` wrote to, or what `course_lib.observe.tracking.read`
+            returned.
+        metrics: which to draw, in this order; empty for those of PANELS that were logged.
         title: of the picture.
 
     Raises:
@@ -53,7 +55,7 @@ def side_by_side(
     columns = min(2, len(chosen))
     rows = math.ceil(len(chosen) / columns)
     figure, axes = new_figure(height=0.7 + 2.1 * rows, rows=rows, columns=columns)
-    told = []
+    summary, handles = [], {}
     for axis, metric in zip(axes, chosen, strict=False):
         label, unit = PANELS.get(metric, (metric, 1.0))
         ends = []
@@ -62,23 +64,14 @@ def side_by_side(
             if not points:
                 ends.append(f"rank {rank} nothing")
                 continue
-            axis.plot(
-                *zip(*points, strict=True), label=f"rank {rank}", color=COLOURS[rank % 7], linestyle=LINES[rank % 7],
-                marker=MARKERS[rank % 7], markevery=max(1, len(points) // MARKED), markersize=8 - min(rank, 4),
-                markerfacecolor="none", linewidth=1.3,
-            )  # fmt: skip
+            look = {"markevery": max(1, len(points) // MARKED), "markersize": 8 - min(rank, 4), "linewidth": 1.3}
+            (handles[rank],) = axis.plot(*zip(*points, strict=True), label=f"rank {rank}", **line_style(rank), **look)
             ends.append(f"rank {rank} {nice_number(points[-1][1])}")
         axis.set(xlabel="optimizer step", ylabel=label)
         axis.xaxis.get_major_locator().set_params(integer=True)
-        told.append(f"{label}: {', '.join(ends)}")
+        summary.append(f"{label}: {', '.join(ends)}")
     for axis in axes[len(chosen) :]:
         axis.set_axis_off()
-    handles = {}
-    for axis in axes:
-        handles |= {name: handle for handle, name in zip(*axis.get_legend_handles_labels(), strict=True)}
-    names = sorted(handles, key=lambda name: int(name.split()[1]))
-    figure.legend(
-        [handles[n] for n in names], names, frameon=False, ncols=min(8, len(names)), loc="outside lower center"
-    )
+    legend_below(figure, {f"rank {rank}": handles[rank] for rank in sorted(handles)}, columns=min(8, len(handles)))
     figure.suptitle(title)
-    return picture(figure, f"{title}, {len(runs)} ranks, at the last step that each logged. {'; '.join(told)}.")
+    return picture(figure, f"{title}, {len(runs)} ranks, at the last step that each logged. {'; '.join(summary)}.")

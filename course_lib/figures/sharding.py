@@ -1,18 +1,27 @@
-"""Pictures of lessons 5 and 6: bytes a rank by method, which slice each rank holds, and what a step sends."""
+"""Pictures of lessons 5 and 6: bytes per rank by method, which slice each rank holds, and what a step sends."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.style import COLOURS, HATCHES, new_figure, nice_bytes, picture
+from course_lib.figures.style import (
+    COLOURS,
+    GROUP_COLOURS,
+    HATCHES,
+    legend_below,
+    new_figure,
+    note_above,
+    picture,
+    require,
+)
+from course_lib.units import MIB, nice_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from course_lib.figures.style import Picture
 
-MIB = 2**20
 CATEGORIES = {  # keys of `course_lib.memory.sharded.resident_bytes` and of run.memory -> the legend's words
     "parameters": ("parameters", COLOURS[0], ""),
     "gathered": ("gathered parameters", "#BBBBBB", ".."),
@@ -31,11 +40,10 @@ KINDS = {
     "reduce": (COLOURS[2], "xx"),
 }
 HELD = ("parameters", "gradients", "optimizer")
-RANK_COLOURS = (COLOURS[0], COLOURS[1], COLOURS[2], COLOURS[5], COLOURS[4], COLOURS[3], "#999999", "#444444")
 
 
 def bytes_by_stage(rows: Sequence[Mapping[str, Any]], *, title: str = "Bytes on one rank", note: str = "") -> Picture:
-    """A bar a method, stacked by category as measured, and below it the same stack as predicted, in outline.
+    """One bar per method, stacked by category as measured, and below it the same stack as predicted, in outline.
 
     Args:
         rows: each with "name", "measured" (category -> bytes, as in run.memory; see CATEGORIES, other keys are not
@@ -45,44 +53,33 @@ def bytes_by_stage(rows: Sequence[Mapping[str, Any]], *, title: str = "Bytes on 
     Raises:
         ValueError: no rows, a row with neither, or without a known category.
     """
-    if not rows:
-        raise ValueError("There is nothing to draw: give at least one row.")
-    figure, (axis,) = new_figure(height=1.75 + 0.52 * len(rows))
-    axis.grid(axis="y", visible=False)
-    axis.grid(axis="x", color="#DDDDDD", linewidth=0.8)
-    told, shown, longest = [], {}, 0.0
+    require(rows, "row")
+    figure, (axis,) = new_figure(height=1.75 + 0.52 * len(rows), grid="x")
+    summary, shown, longest = [], {}, 0.0
     for place, row in zip(range(len(rows))[::-1], rows, strict=True):
-        words = []
+        totals = []
         for which, height, offset in (("measured", 0.46, 0.12), ("predicted", 0.2, -0.25)):
-            parts = _parts(row.get(which))
-            if not parts:
-                continue
             left = 0.0
-            for name, size in parts:
+            for name, size in _parts(row.get(which)):
                 label, colour, hatch = CATEGORIES.get(name, ("", "white", ""))
                 look = {"facecolor": colour, "hatch": hatch, "edgecolor": "white"}
                 if which == "predicted":
-                    look = {"facecolor": "none", "edgecolor": "black", "linewidth": 1.2}
-                bars = axis.barh(place + offset, size / MIB, height, left=left, **look)
-                shown.setdefault("predicted" if which == "predicted" else label, bars)
+                    label, look = which, {"facecolor": "none", "edgecolor": "black", "linewidth": 1.2}
+                shown.setdefault(label, axis.barh(place + offset, size / MIB, height, left=left, **look))
                 left += size / MIB
+            if left:
+                totals.append(f"{which} {nice_bytes(left * MIB)}")
+            if left and which == "measured":
+                _beside(axis, left, place + offset, nice_bytes(left * MIB))
             longest = max(longest, left)
-            words.append(f"{which} {nice_bytes(left * MIB)}")
-            if which == "measured":
-                axis.annotate(
-                    nice_bytes(left * MIB), (left, place + offset), xytext=(4, 0), textcoords="offset points", va="center",
-                    fontsize=8,
-                )  # fmt: skip
-        if not words:
+        if not totals:
             raise ValueError(f"The row {row.get('name')!r} has no bytes to draw: give measured or predicted.")
-        told.append(f"{row['name']}: {', '.join(words)}")
+        summary.append(f"{row['name']}: {', '.join(totals)}")
     axis.set_yticks(range(len(rows)), [str(row["name"]) for row in reversed(rows)])
     axis.set(xlabel="MiB on one rank", title=title, xlim=(0, 1.17 * longest))
-    if note:
-        axis.text(1, 1.01, note, transform=axis.transAxes, ha="right", va="bottom", fontsize=8)
-    words = sorted(shown, key="predicted".__eq__)  # the outline last
-    figure.legend([shown[word] for word in words], words, frameon=False, ncols=4, loc="outside lower center")
-    return picture(figure, f"{title}{f' ({note})' if note else ''}: {'; '.join(told)}.")
+    note_above(axis, note)
+    legend_below(figure, dict(sorted(shown.items(), key=lambda entry: entry[0] == "predicted")))  # the outline last
+    return picture(figure, f"{title}{f' ({note})' if note else ''}: {'; '.join(summary)}.")
 
 
 def _parts(held: Mapping[str, int] | float | None) -> list[tuple[str, float]]:
@@ -94,24 +91,27 @@ def _parts(held: Mapping[str, int] | float | None) -> list[tuple[str, float]]:
     return [(name, held[name]) for name in CATEGORIES if held.get(name)]
 
 
+def _beside(axis: Axes, x: float, y: float, text: str) -> None:
+    axis.annotate(text, (x, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+
+
 def who_holds_what(holding: Mapping[str, Sequence[Mapping[str, Any]]], *, title: str = "Who holds what") -> Picture:
-    """A panel a method; in it a strip for each rank and kind, coloured where the rank holds that part of the model.
+    """A panel per method; in it a strip for each rank and kind, coloured where the rank holds that part of the model.
 
     Args:
-        holding: method -> one entry a rank, as `course_lib.observe.held_elements.held_slices` gives them back: "elements" (of
-            the whole model) and for each of "parameters", "gradients", "optimizer" the (first, last + 1) of what lies
-            there, in elements, in the order of ``model.parameters()``.
+        holding: method -> one entry per rank, as `course_lib.observe.held_elements.held_slices` returns them: "elements"
+            (of the whole model) and for each of "parameters", "gradients", "optimizer" the (first, last + 1) of what
+            lies there, in elements, in the order of ``model.parameters()``.
 
     Raises:
         ValueError: nothing to draw.
     """
-    if not holding or not all(holding.values()):
-        raise ValueError("There is nothing to draw: give at least one method, with an entry for each of its ranks.")
+    require(holding and all(holding.values()), "method, with an entry for each of its ranks")
     columns = min(len(holding), 3)
     rows = -(-len(holding) // columns)
     ranks = max(len(entries) for entries in holding.values())
-    figure, axes = new_figure(height=0.6 + rows * (0.75 + 0.62 * ranks), rows=rows, columns=columns)
-    told = []
+    figure, axes = new_figure(height=0.6 + rows * (0.75 + 0.62 * ranks), rows=rows, columns=columns, grid="")
+    summary = []
     for axis in axes[len(holding) :]:
         axis.set_axis_off()
     for i, (axis, (method, entries)) in enumerate(zip(axes, holding.items(), strict=False)):
@@ -119,14 +119,13 @@ def who_holds_what(holding: Mapping[str, Sequence[Mapping[str, Any]]], *, title:
         axis.set_title(method)
         if i + columns >= len(holding):
             axis.set_xlabel("% of the model's elements")
-        told.append(f"{method}: " + ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items()))
+        summary.append(f"{method}: " + ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items()))
     figure.suptitle(title)
-    return picture(figure, f"{title}, share of the model on a rank: {'; '.join(told)}.")
+    return picture(figure, f"{title}, share of the model on a rank: {'; '.join(summary)}.")
 
 
 def _strips(axis: Axes, entries: Sequence[Mapping[str, Any]], *, names: bool) -> dict[str, float]:
-    """Draw one method; the share that rank 0 holds, by kind."""
-    axis.grid(False)
+    """Draw one method; returns the share that rank 0 holds, by kind."""
     axis.spines["left"].set_visible(False)
     labels, places, shares = [], [], {}
     for rank, entry in enumerate(entries):
@@ -135,10 +134,8 @@ def _strips(axis: Axes, entries: Sequence[Mapping[str, Any]], *, names: bool) ->
             place = -(rank * (len(HELD) + 0.8) + j)
             slices = [(100 * first / whole, 100 * (end - first) / whole) for first, end in entry.get(kind, ())]
             axis.barh(place, 100, 0.82, facecolor="white", edgecolor="#999999", linewidth=0.6)
-            axis.broken_barh(
-                slices, (place - 0.41, 0.82), facecolor=RANK_COLOURS[rank % len(RANK_COLOURS)],
-                hatch=HATCHES[rank % len(HATCHES)], edgecolor="white", linewidth=0.2 if len(slices) > 3 else 0.6,
-            )  # fmt: skip
+            look = {"facecolor": GROUP_COLOURS[rank % 7], "hatch": HATCHES[rank % 7], "edgecolor": "white"}
+            axis.broken_barh(slices, (place - 0.41, 0.82), linewidth=0.2 if len(slices) > 3 else 0.6, **look)
             labels.append(f"rank {rank}  {kind}" if j == 0 else kind)
             places.append(place)
             if rank == 0:
@@ -150,7 +147,7 @@ def _strips(axis: Axes, entries: Sequence[Mapping[str, Any]], *, names: bool) ->
 
 
 def traffic(rows: Sequence[Mapping[str, Any]], *, title: str = "Sent by one rank in a step", note: str = "") -> Picture:
-    """A bar a method, stacked by kind of collective as counted, and a mark where the formula says.
+    """One bar per method, stacked by kind of collective as counted, and a mark where the formula says.
 
     Args:
         rows: each with "name", "counted" (kind of collective -> bytes sent, or one number for the sum), and, where there
@@ -160,33 +157,27 @@ def traffic(rows: Sequence[Mapping[str, Any]], *, title: str = "Sent by one rank
     Raises:
         ValueError: no rows.
     """
-    if not rows:
-        raise ValueError("There is nothing to draw: give at least one row.")
-    figure, (axis,) = new_figure(height=1.7 + 0.42 * len(rows))
-    axis.grid(axis="y", visible=False)
-    axis.grid(axis="x", color="#DDDDDD", linewidth=0.8)
-    told, shown, longest = [], {}, 0.0
+    require(rows, "row")
+    figure, (axis,) = new_figure(height=1.7 + 0.42 * len(rows), grid="x")
+    summary, shown, longest = [], {}, 0.0
     for place, row in zip(range(len(rows))[::-1], rows, strict=True):
-        counted = row["counted"]
-        parts = list(counted.items()) if isinstance(counted, Mapping) else [("all collectives", counted)]
+        counted = row["counted"] if isinstance(row["counted"], Mapping) else {"all collectives": row["counted"]}
         left = 0.0
-        for kind, size in parts:
+        for kind, size in counted.items():
             colour, hatch = KINDS.get(kind, ("#999999", "++"))
-            bars = axis.barh(place, size / MIB, 0.55, left=left, color=colour, hatch=hatch, edgecolor="white")
-            shown.setdefault(kind, bars)
+            bar = axis.barh(place, size / MIB, 0.55, left=left, color=colour, hatch=hatch, edgecolor="white")
+            shown.setdefault(kind, bar)
             left += size / MIB
-        words = f"{row['name']}: counted {nice_bytes(left * MIB)}"
+        summary.append(f"{row['name']}: counted {nice_bytes(left * MIB)}")
         if row.get("formula") is not None:
-            at = row["formula"] / MIB
-            (mark,) = axis.plot([at], [place], "D", markerfacecolor="white", markeredgecolor="black", markersize=8)
+            formula = row["formula"] / MIB
+            (mark,) = axis.plot([formula], [place], "D", markerfacecolor="white", markeredgecolor="black", markersize=8)
             shown.setdefault("formula", mark)
-            words += f", formula {nice_bytes(row['formula'])}"
-            longest = max(longest, at)
+            summary[-1] += f", formula {nice_bytes(row['formula'])}"
+            longest = max(longest, formula)
         longest = max(longest, left)
-        told.append(words)
     axis.set_yticks(range(len(rows)), [str(row["name"]) for row in reversed(rows)])
     axis.set(xlabel="MiB sent by one rank in one step", title=title, xlim=(0, 1.06 * longest or 1))
-    if note:
-        axis.text(1, 1.01, note, transform=axis.transAxes, ha="right", va="bottom", fontsize=8)
-    figure.legend(list(shown.values()), list(shown), frameon=False, ncols=4, loc="outside lower center")
-    return picture(figure, f"{title}{f' ({note})' if note else ''}: {'; '.join(told)}.")
+    note_above(axis, note)
+    legend_below(figure, shown)
+    return picture(figure, f"{title}{f' ({note})' if note else ''}: {'; '.join(summary)}.")

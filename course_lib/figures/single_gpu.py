@@ -5,19 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.style import COLOURS, HATCHES, LINES, MARKERS, in_turn, new_figure, picture
+from course_lib.figures.style import (
+    COLOURS,
+    HATCHES,
+    LINES,
+    legend_below,
+    line_style,
+    new_figure,
+    picture,
+    require,
+    stacked_bars,
+)
+from course_lib.units import MIB
 
 if TYPE_CHECKING:
     from course_lib.figures.style import Picture
 
-PARTS = ("weights", "gradients", "optimizer", "activations")
-MIB = 2**20
+PARTS = {"weights": COLOURS[0], "gradients": COLOURS[1], "optimizer": COLOURS[2], "activations": COLOURS[4]}
 FP16_SMALLEST, FP16_NORMAL, FP16_LARGEST = -24, -14, 16  # powers of two
 LOWEST = -45  # where the picture begins
 
 
 def memory_by_technique(rows: Sequence[Mapping[str, Any]], *, title: str = "What each technique leaves") -> Picture:
-    """One bar a technique, stacked by category, with its measured peak and, where there is one, its predicted peak.
+    """One bar per technique, stacked by category, with its measured peak and, where there is one, its predicted peak.
 
     Args:
         rows: mappings with "technique", "weights", "gradients", "optimizer", "activations", "peak" and, if known,
@@ -26,34 +36,26 @@ def memory_by_technique(rows: Sequence[Mapping[str, Any]], *, title: str = "What
     Raises:
         ValueError: no rows.
     """
-    if not rows:
-        raise ValueError("There is nothing to draw: give at least one technique.")
-    figure, (axis,) = new_figure(height=1.3 + 0.42 * len(rows))
-    axis.grid(axis="y", visible=False)
-    axis.grid(axis="x", color="#DDDDDD", linewidth=0.8)
-    places = range(len(rows))[::-1]
-    left = [0.0] * len(rows)
-    for part, colour, hatch in zip(PARTS, (COLOURS[0], COLOURS[1], COLOURS[2], COLOURS[4]), HATCHES, strict=False):
-        sizes = [row[part] / MIB for row in rows]
-        axis.barh(places, sizes, 0.62, left=left, label=part, color=colour, hatch=hatch, edgecolor="white")
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
-    axis.plot(
-        [row["peak"] / MIB for row in rows],
-        places,
-        "|",
-        color="black",
-        markersize=17,
-        markeredgewidth=2.5,
-        label="peak, measured",
-    )
-    told = [(row["predicted"] / MIB, place) for row, place in zip(rows, places, strict=True) if row.get("predicted")]
-    if told:
-        axis.plot(*zip(*told, strict=True), "D", color="black", markerfacecolor="white", label="peak, predicted")  # fmt: skip
-    axis.set_yticks(list(places), [row["technique"] for row in rows])
+    require(rows, "technique")
+    figure, (axis,) = new_figure(height=1.3 + 0.42 * len(rows), grid="x")
+    places = list(range(len(rows)))[::-1]
+    parts = [
+        (part, [row[part] / MIB for row in rows], colour, hatch)
+        for (part, colour), hatch in zip(PARTS.items(), HATCHES, strict=False)
+    ]
+    stacked_bars(axis, places, parts)
+    peaks = [row["peak"] / MIB for row in rows]
+    axis.plot(peaks, places, "|", color="black", markersize=17, markeredgewidth=2.5, label="peak, measured")
+    predicted = [
+        (row["predicted"] / MIB, place) for row, place in zip(rows, places, strict=True) if row.get("predicted")
+    ]
+    if predicted:
+        axis.plot(*zip(*predicted, strict=True), "D", color="black", markerfacecolor="white", label="peak, predicted")
+    axis.set_yticks(places, [row["technique"] for row in rows])
     axis.set(xlabel="MiB", title=title)
-    figure.legend(frameon=False, ncols=3, loc="outside lower center")
-    peaks = "; ".join(f"{row['technique']} {row['peak'] / MIB:,.0f} MiB" for row in rows)
-    return picture(figure, f"{title}: stacked bars of {', '.join(PARTS)}, and the peaks: {peaks}.")
+    legend_below(figure, columns=3)
+    named = "; ".join(f"{row['technique']} {row['peak'] / MIB:,.0f} MiB" for row in rows)
+    return picture(figure, f"{title}: stacked bars of {', '.join(PARTS)}, and the peaks: {named}.")
 
 
 def gradient_window(gradients: Mapping[str, Any], *, title: str = "What fp16 can hold") -> Picture:
@@ -67,33 +69,22 @@ def gradient_window(gradients: Mapping[str, Any], *, title: str = "What fp16 can
     """
     import numpy as np
 
-    if not gradients:
-        raise ValueError("There is nothing to draw: give at least one array of gradients.")
+    require(gradients, "array of gradients")
     figure, (axis,) = new_figure()
-    told = []
+    lost = []
+    edges = np.arange(LOWEST, 21)
     for i, (name, values) in enumerate(gradients.items()):
         sizes = np.abs(np.asarray(values, dtype=np.float64).ravel())
         exponents = np.log2(sizes[sizes > 0])
         if not len(exponents):
             raise ValueError(f"{name!r} holds zeros alone: there is no exponent to draw.")
-        lost = 100 * np.mean(exponents < FP16_SMALLEST - 1)
-        told.append(f"{name}: {lost:.1f} % below fp16's smallest number")
+        lost.append(f"{name}: {100 * np.mean(exponents < FP16_SMALLEST - 1):.1f} % below fp16's smallest number")
         weights = np.full(len(exponents), 100 / len(exponents))
         exponents = np.clip(exponents, LOWEST, None)
-        edges = np.arange(LOWEST, 21)
-        axis.hist(
-            exponents, edges, weights=weights, histtype="stepfilled", color=COLOURS[i], alpha=0.35, hatch=HATCHES[i + 1]
-        )
-        axis.hist(
-            exponents,
-            edges,
-            weights=weights,
-            histtype="step",
-            color=COLOURS[i],
-            linestyle=LINES[i],
-            linewidth=1.8,
-            label=name,
-        )
+        filled = {"histtype": "stepfilled", "alpha": 0.35, "hatch": HATCHES[i + 1]}
+        outline = {"histtype": "step", "linestyle": LINES[i], "linewidth": 1.8, "label": name}
+        for look in (filled, outline):
+            axis.hist(exponents, edges, weights=weights, color=COLOURS[i], **look)
     axis.axvspan(LOWEST, FP16_SMALLEST - 1, color="#BBBBBB", alpha=0.5, zorder=0)
     top = axis.get_ylim()[1] * 1.18  # room for the words
     axis.set_ylim(0, top)
@@ -105,7 +96,7 @@ def gradient_window(gradients: Mapping[str, Any], *, title: str = "What fp16 can
     axis.text(FP16_LARGEST + 0.3, top * 0.8, "inf", ha="left")
     axis.set(xlabel="exponent: log2 of the size", ylabel="share of the numbers (%)", title=title, xlim=(LOWEST, 20))
     axis.legend(frameon=False, loc="center left")
-    return picture(figure, f"{title}: {'; '.join(told)}.")
+    return picture(figure, f"{title}: {'; '.join(lost)}.")
 
 
 def blockwise_state(values: Any, restored: Mapping[str, Any], *, block: int, title: str) -> Picture:
@@ -123,15 +114,15 @@ def blockwise_state(values: Any, restored: Mapping[str, Any], *, block: int, tit
 
     values = np.asarray(values, dtype=np.float64)
     figure, axes = new_figure(height=0.4 + 1.2 * (1 + len(restored)), rows=1 + len(restored))
-    at = np.arange(len(values))
+    index = np.arange(len(values))
     scales = np.repeat([values[i : i + block].max() for i in range(0, len(values), block)], block)[: len(values)]
     small = values[values > 0].min() / 3
-    axes[0].plot(at, np.maximum(values, small), ".", color=COLOURS[0], markersize=2.5)
-    axes[0].step(at, scales, color=COLOURS[3], where="post", label=f"largest of each {block}")
+    axes[0].plot(index, np.maximum(values, small), ".", color=COLOURS[0], markersize=2.5)
+    axes[0].step(index, scales, color=COLOURS[3], where="post", label=f"largest of each {block}")
     axes[0].axhline(values.max(), color="black", linestyle="--", label="largest of all")
     axes[0].set(title=title, ylabel="fp32")
-    figure.legend(frameon=False, ncols=2, loc="outside lower center")
-    told = []
+    legend_below(figure, columns=2)
+    lost = []
     for axis, (name, back) in zip(axes[1:], restored.items(), strict=True):
         back = np.asarray(back, dtype=np.float64)
         if back.shape != values.shape:
@@ -139,16 +130,16 @@ def blockwise_state(values: Any, restored: Mapping[str, Any], *, block: int, tit
                 f"{name!r} has the shape {back.shape}, and the state has {values.shape}: restore it first."
             )
         gone = back <= 0
-        axis.plot(at[~gone], np.maximum(back[~gone], small), ".", color=COLOURS[0], markersize=2.5)
-        axis.plot(at[gone], np.full(gone.sum(), small), "x", color=COLOURS[3], markersize=3.5)
+        axis.plot(index[~gone], np.maximum(back[~gone], small), ".", color=COLOURS[0], markersize=2.5)
+        axis.plot(index[gone], np.full(gone.sum(), small), "x", color=COLOURS[3], markersize=3.5)
         axis.set(ylabel=name)
-        told.append(f"{name}: {100 * gone.mean():.1f} % became 0")
+        lost.append(f"{name}: {100 * gone.mean():.1f} % became 0")
     for axis in axes:
         axis.set_yscale("log")
         axis.set_ylim(small / 2, values.max() * 3)
         axis.tick_params(axis="x", labelbottom=axis is axes[-1])
     axes[-1].set_xlabel("place in the state; a cross at the bottom is a number that became 0")
-    return picture(figure, f"{title}, by place, and restored from 8 bits: {'; '.join(told)}.")
+    return picture(figure, f"{title}, by place, and restored from 8 bits: {'; '.join(lost)}.")
 
 
 def four_bit_levels(
@@ -167,7 +158,7 @@ def four_bit_levels(
     top = axis.get_ylim()[1]
     for i, (name, places) in enumerate(levels.items()):
         low = -top * 0.13 * (i + 1)
-        axis.vlines(places, low, low + top * 0.1, color=COLOURS[(0, 3)[i % 2]], linewidth=2.2, linestyle=LINES[0])
+        axis.vlines(places, low, low + top * 0.1, color=COLOURS[(0, 3)[i % 2]], linewidth=2.2)
         axis.text(1.04, low + top * 0.02, name)
     axis.axhline(0, color="black", linewidth=0.8)
     axis.set(xlabel="weight / largest of its block of 64", ylabel="density", title=title, xlim=(-1.02, 1.2))
@@ -182,7 +173,7 @@ def learning(
     """Training losses against steps, and beside them the held-out loss before and after.
 
     Args:
-        curves: method -> loss of each step, nats an answer token.
+        curves: method -> loss of each step, nats per answer token.
         held_out: method -> (before, after), the same methods.
 
     Raises:
@@ -192,18 +183,12 @@ def learning(
         raise ValueError("Give the training losses and the held-out losses of the same methods, of one at least.")
     figure, (left, right) = new_figure(height=2.9, columns=2)
     for i, (name, losses) in enumerate(curves.items()):
-        how = dict(
-            color=COLOURS[i % 7],
-            linestyle=in_turn(LINES, i),
-            marker=in_turn(MARKERS, i),
-            markerfacecolor="none",
-        )
-        left.plot(range(1, len(losses) + 1), losses, label=name, **how)
-        right.plot(["before", "after"], held_out[name], label=name, **how)
-    left.set(xlabel="optimizer step", ylabel="loss (nats an answer token)", title="training pairs")
-    right.set(ylabel="loss (nats an answer token)", title="held-out pairs")
+        left.plot(range(1, len(losses) + 1), losses, label=name, **line_style(i))
+        right.plot(["before", "after"], held_out[name], **line_style(i))
+    left.set(xlabel="optimizer step", ylabel="loss (nats per answer token)", title="training pairs")
+    right.set(ylabel="loss (nats per answer token)", title="held-out pairs")
     left.legend(frameon=False)
     right.margins(x=0.25)
     figure.suptitle(title)
-    told = "; ".join(f"{name} from {before:.2f} to {after:.2f}" for name, (before, after) in held_out.items())
-    return picture(figure, f"{title}. Held-out loss: {told}.")
+    ends = "; ".join(f"{name} from {before:.2f} to {after:.2f}" for name, (before, after) in held_out.items())
+    return picture(figure, f"{title}. Held-out loss: {ends}.")

@@ -1,15 +1,15 @@
-"""One look for every picture of the course, and pictures that carry their own description."""
+"""One look for every figure of the course, and pictures that carry their own description."""
 
 from __future__ import annotations
 
 import base64
 import html
 import io
-import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe & Ito's palette, ordered so that neighbours also differ in lightness when printed grey
@@ -17,6 +17,10 @@ COLOURS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#0
 MARKERS = ["o", "s", "^", "D", "v", "P", "x"]
 LINES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))]
 HATCHES = ["", "//", "..", "xx", "\\\\", "++", "oo"]
+GROUP_COLOURS = [COLOURS[4], COLOURS[1], COLOURS[2], COLOURS[5], COLOURS[0], COLOURS[3], "#BBBBBB"]
+"""Light ones first, for boxes with text in them: ranks, groups."""
+ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1.3}
+"""The box behind a text that stands on a colour: ``axis.text(..., bbox=ON_WHITE)``."""
 DPI = 90
 
 
@@ -25,8 +29,26 @@ def in_turn(forms: Sequence[Any], i: int) -> Any:
     return forms[(i + i // 7) % 7]
 
 
-def new_figure(width: float = 7.5, height: float = 3.4, *, rows: int = 1, columns: int = 1) -> tuple[Figure, list]:
-    """A figure in the course's style; sizes in inches. Returns the figure and a flat list of its axes."""
+def line_style(i: int) -> dict[str, Any]:
+    """Colour, line and hollow marker of the ``i``-th series, for ``axis.plot``."""
+    return {
+        "color": COLOURS[i % 7],
+        "linestyle": in_turn(LINES, i),
+        "marker": in_turn(MARKERS, i),
+        "markerfacecolor": "none",
+    }
+
+
+def new_figure(
+    width: float = 7.5, height: float = 3.4, *, rows: int = 1, columns: int = 1, grid: str = "y"
+) -> tuple[Figure, list[Axes]]:
+    """A figure in the course's style and a flat list of its axes.
+
+    Args:
+        width, height: in inches.
+        rows, columns: of axes.
+        grid: axis with grid lines: "y", "x", or "" for none.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -35,9 +57,61 @@ def new_figure(width: float = 7.5, height: float = 3.4, *, rows: int = 1, column
     axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+        axis.grid(False)
+        if grid:
+            axis.grid(axis=grid, color="#DDDDDD", linewidth=0.8)
         axis.set_axisbelow(True)
     return figure, axes
+
+
+def diagram(width: float, height: float, title: str) -> tuple[Figure, Axes]:
+    """A figure without axes, for boxes and arrows."""
+    figure, (axis,) = new_figure(width, height, grid="")
+    axis.set_axis_off()
+    axis.set_title(title)
+    return figure, axis
+
+
+def box(axis: Axes, x: float, y: float, width: float, height: float, colour: str, **options: Any) -> None:
+    """Draw a rectangle, its lower left corner at (x, y); white edge unless `options` say otherwise."""
+    from matplotlib.patches import Rectangle
+
+    axis.add_patch(Rectangle((x, y), width, height, facecolor=colour, **{"edgecolor": "white", **options}))
+
+
+def patch(colour: str, hatch: str = "", edge: str = "white", linewidth: float = 0.4) -> Any:
+    """A filled rectangle for a legend."""
+    from matplotlib.patches import Patch
+
+    return Patch(facecolor=colour, hatch=hatch, edgecolor=edge, linewidth=linewidth)
+
+
+def legend_below(figure: Figure, entries: Mapping[str, Any] | None = None, *, columns: int = 4) -> None:
+    """The figure's legend below its axes: label -> handle, or what the axes have by themselves."""
+    given = () if entries is None else (list(entries.values()), list(entries))
+    figure.legend(*given, frameon=False, ncols=columns, loc="outside lower center")
+
+
+def stacked_bars(
+    axis: Axes, places: Sequence[float], parts: Sequence[tuple[str, Sequence[float], str, str]], height: float = 0.6
+) -> list[float]:
+    """Draw horizontal bars at `places` from `parts`, each (label, one length per bar, colour, hatch); returns their ends."""
+    ends = [0.0] * len(places)
+    for label, lengths, colour, hatch in parts:
+        axis.barh(places, lengths, height, left=ends, label=label, color=colour, hatch=hatch, edgecolor="white")
+        ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+    return ends
+
+
+def require(values: Any, what: str) -> None:
+    """Raise ValueError where there is nothing to draw; `what` names one thing to give."""
+    if not values:
+        raise ValueError(f"There is nothing to draw: give at least one {what}.")
+
+
+def note_above(axis: Axes, note: str) -> None:
+    """Write what a figure rests on, small, above its upper right corner."""
+    axis.text(1, 1.01, note, transform=axis.transAxes, ha="right", va="bottom", fontsize=8)
 
 
 class Picture:
@@ -49,8 +123,13 @@ class Picture:
     def __init__(self, data: bytes, alt: str) -> None:
         self.data, self.alt = data, alt
 
+    @property
+    def html(self) -> str:
+        """The picture as one HTML element."""
+        return f"<img alt='{html.escape(self.alt)}' src='data:image/png;base64,{base64.b64encode(self.data).decode()}'>"
+
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        return {"text/html": image_element(self.data, self.alt), "text/plain": repr(self)}
+        return {"text/html": self.html, "text/plain": repr(self)}
 
     def __repr__(self) -> str:
         return f"Figure: {self.alt}"
@@ -69,35 +148,10 @@ def picture(figure: Figure, alt: str) -> Picture:
 
 def png(figure: Figure) -> bytes:
     """The figure as a PNG of 64 colours, a third of the usual size: a notebook with all its figures stays below 400 KB."""
-    from PIL import Image as Pillow
+    from PIL import Image
 
     drawn, small = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=DPI)
-    image = Pillow.open(drawn).convert("RGB").quantize(64, dither=Pillow.Dither.NONE)
+    image = Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE)
     image.save(small, format="png", optimize=True)
     return small.getvalue()
-
-
-def as_html(figure: Figure, alt: str) -> str:
-    """The figure as an HTML element, for widgets."""
-    return image_element(png(figure), alt)
-
-
-def image_element(data: bytes, alt: str) -> str:
-    """A PNG and its text as one HTML element."""
-    return f"<img alt='{html.escape(alt)}' src='data:image/png;base64,{base64.b64encode(data).decode()}'>"
-
-
-def nice_bytes(value: float) -> str:
-    """``5767168`` -> ``"5.50 MiB"``."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(value) >= size:
-            return f"{value / size:.2f} {unit}"
-    return f"{value:.0f} bytes"
-
-
-def nice_number(value: float) -> str:
-    """``1234567`` -> ``"1,234,567"``: whole numbers and those from 1000 on in full, others in 4 digits."""
-    if isinstance(value, numbers.Integral):
-        return f"{value:,}"
-    return f"{float(value):,.0f}" if abs(value) >= 1000 else f"{float(value):.4g}"

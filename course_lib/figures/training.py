@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.style import COLOURS, HATCHES, LINES, MARKERS, in_turn, new_figure, nice_number, picture
+from course_lib.figures.style import COLOURS, HATCHES, in_turn, legend_below, line_style, new_figure, patch, picture
+from course_lib.units import nice_number
 
 if TYPE_CHECKING:
     from course_lib.figures.style import Picture
@@ -19,7 +20,7 @@ KINDS = {  # what a span of a timeline is -> (colour, hatch)
 
 
 def losses(series: Mapping[str, Sequence[float]], *, title: str = "Loss of the global batch") -> Picture:
-    """Loss against optimizer step, one line a method. Lines that coincide are told apart by their markers.
+    """Loss against optimizer step, one line per method. Lines that coincide are told apart by their markers.
 
     Raises:
         ValueError: no series, or one without a value.
@@ -29,11 +30,9 @@ def losses(series: Mapping[str, Sequence[float]], *, title: str = "Loss of the g
         raise ValueError(f"There is no loss to draw{f' for {empty[0]!r}' if empty else ''}: give at least one step.")
     figure, (axis,) = new_figure()
     for i, (name, values) in enumerate(series.items()):
-        axis.plot(
-            range(1, len(values) + 1), values, label=name, color=COLOURS[i % 7], linestyle=in_turn(LINES, i),
-            marker=in_turn(MARKERS, i), markersize=10 - 1.5 * min(i, 4), markerfacecolor="none", linewidth=1.3,
-        )  # fmt: skip
-    axis.set(xlabel="optimizer step", ylabel="loss (nats a byte)", title=title)
+        look = line_style(i) | {"markersize": 10 - 1.5 * min(i, 4), "linewidth": 1.3}
+        axis.plot(range(1, len(values) + 1), values, label=name, **look)
+    axis.set(xlabel="optimizer step", ylabel="loss (nats per byte)", title=title)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(frameon=False)
     ends = "; ".join(f"{name} from {v[0]:.3f} to {v[-1]:.3f}" for name, v in series.items())
@@ -49,14 +48,11 @@ def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str) -> Picture:
     Raises:
         ValueError: no span of a kind that is drawn.
     """
-    from matplotlib.patches import Patch
-
     ranks = len(spans_by_rank)
     if not any(span.kind in KINDS for spans in spans_by_rank for span in spans):
         raise ValueError(f"There is nothing to draw: give for each rank spans of {', '.join(KINDS)} (see trace_step).")
     zero = min(span.start for spans in spans_by_rank for span in spans)
-    figure, (axis,) = new_figure(height=1.1 + 0.85 * ranks)
-    axis.grid(False)
+    figure, (axis,) = new_figure(height=1.1 + 0.85 * ranks, grid="")
     ticks, names, shown = [], [], set()
     for rank, spans in enumerate(spans_by_rank):
         base = (ranks - 1 - rank) * 2.4
@@ -72,8 +68,7 @@ def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str) -> Picture:
         names += [f"rank {rank} computes", f"rank {rank} all-reduces"]
     axis.set_yticks(ticks, names)
     axis.set(xlabel="time (ms)", title=title)
-    patches = [Patch(facecolor=KINDS[k][0], hatch=KINDS[k][1], edgecolor="white", label=k) for k in KINDS if k in shown]
-    figure.legend(handles=patches, frameon=False, ncols=len(patches), loc="outside lower center")
+    legend_below(figure, {kind: patch(*look) for kind, look in KINDS.items() if kind in shown})
     end = max(span.end for spans in spans_by_rank for span in spans)
     count = sum(span.kind == "collective" for span in spans_by_rank[0])
     return picture(
@@ -86,11 +81,11 @@ def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str) -> Picture:
 def throughput(
     ranks: Sequence[int], measured: Sequence[float], *, title: str, notes: Mapping[str, Sequence[float]] | None = None
 ) -> Picture:
-    """Tokens a second against ranks, beside the straight line that one rank promises.
+    """Tokens per second against ranks, beside the straight line that one rank promises.
 
     Args:
         ranks: number of ranks.
-        measured: tokens a second of all ranks together.
+        measured: tokens per second of all ranks together.
         notes: further lines (a model's prediction, say), name to values.
 
     Raises:
@@ -106,14 +101,7 @@ def throughput(
     ideal = [measured[0] / ranks[0] * n for n in ranks]
     axis.plot(ranks, ideal, color="#777777", linestyle=":", label="ranks x one rank")
     for i, (name, values) in enumerate(lines.items()):
-        axis.plot(
-            ranks,
-            values,
-            color=COLOURS[i % 7],
-            linestyle=in_turn(LINES, i),
-            marker=in_turn(MARKERS, i),
-            label=name,
-        )
+        axis.plot(ranks, values, label=name, **line_style(i))
     axis.set(xlabel="ranks", ylabel="tokens per second", title=title, ylim=(0, None))
     axis.set_xticks(list(ranks))
     axis.legend(frameon=False)
@@ -122,7 +110,7 @@ def throughput(
 
 
 def bars(values: Mapping[str, float], *, ylabel: str, title: str, height: float = 3.0) -> Picture:
-    """One labelled bar a name, with its figure on top.
+    """One labelled bar per name, with its figure on top.
 
     Raises:
         ValueError: no values.
@@ -137,5 +125,5 @@ def bars(values: Mapping[str, float], *, ylabel: str, title: str, height: float 
     axis.bar_label(drawn, labels=[nice_number(v) for v in values.values()], padding=2)
     axis.set(ylabel=ylabel, title=title)
     axis.margins(y=0.15)
-    told = ", ".join(f"{name} {nice_number(value)}" for name, value in values.items())
-    return picture(figure, f"{title}; {ylabel}: {told}.")
+    values = ", ".join(f"{name} {nice_number(value)}" for name, value in values.items())
+    return picture(figure, f"{title}; {ylabel}: {values}.")

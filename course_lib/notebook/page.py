@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
-from course_lib.figures.style import nice_number
+from course_lib.units import nice_number
 
 _ON_DARK_PAGES_TOO = "color: #1a1a1a"  # names have no colour of their own: white on a dark page
 
@@ -70,8 +70,9 @@ def table(rows: Sequence[dict[str, Any]], *, caption: str = "") -> _Page:
 
     def html_row(row: list[str], tag: str) -> str:
         sides = ["right" if r else "left" for r in right]
-        told = (f"<{tag} style='text-align:{s}'>{html.escape(v)}" for v, s in zip(row, sides, strict=True))
-        return f"<tr>{''.join(f'{cell}</{tag.split()[0]}>' for cell in told)}</tr>"
+        cells = zip(row, sides, strict=True)
+        opened = (f"<{tag} style='text-align:{side}'>{html.escape(value)}" for value, side in cells)
+        return f"<tr>{''.join(f'{cell}</{tag.split()[0]}>' for cell in opened)}</tr>"
 
     lines = [line(row) for row in (columns, *cells)]
     head = html_row(columns, "th scope='col'")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from course_lib.collectives.links import link, seconds
-from course_lib.figures.grid import draw_rank_grid
-from course_lib.figures.style import as_html
+from course_lib.figures.grid import rank_grid
 from course_lib.memory import shape_of
 from course_lib.memory.shapes import Shape
-from course_lib.notebook.widgets.static_view import box_with_still
+from course_lib.notebook.page import table
+from course_lib.notebook.widgets.static_view import with_fallback
 from course_lib.parallel import traffic
 from course_lib.parallel.grid import AXES, NAMES, Grid
 
@@ -29,9 +30,20 @@ MODELS = (
     "megatron-1008b",
 )
 START = {
-    "model": "llama-3.1-70b", "dp": 2, "pp": 2, "tp": 8, "cp": 1, "per_node": 8, "axis": "tp", "strategy": "fsdp",
-    "micro_batch": 1, "micro_batches": 8, "seq_len": 8192, "inner": "nvswitch-h100", "outer": "infiniband-ndr",
-}  # fmt: skip
+    "model": "llama-3.1-70b",
+    "dp": 2,
+    "pp": 2,
+    "tp": 8,
+    "cp": 1,
+    "per_node": 8,
+    "axis": "tp",
+    "strategy": "fsdp",
+    "micro_batch": 1,
+    "micro_batches": 8,
+    "seq_len": 8192,
+    "inner": "nvswitch-h100",
+    "outer": "infiniband-ndr",
+}
 
 
 @dataclass(frozen=True)
@@ -83,35 +95,34 @@ def axis_traffic(
         ValueError: a model or link that is none; heads, layers or a sequence that the grid does not divide.
     """
     shape = shape_of(model)
-    at = {"micro_batch": micro_batch, "seq_len": seq_len}
-    copies = grid.dp * grid.cp
+    batch = {"micro_batch": micro_batch, "seq_len": seq_len}
+    if seq_len % grid.cp:
+        raise ValueError(
+            f"seq_len={seq_len} does not divide over cp={grid.cp} ranks: take a multiple of {grid.cp} tokens."
+        )
     sent = [
-        *traffic.tensor_parallel(shape, tp=grid.tp, micro_batch=micro_batch, seq_len=_share(seq_len, grid.cp)),
-        *traffic.context_parallel(shape, cp=grid.cp, tp=grid.tp, **at),
-        *traffic.pipeline(shape, pp=grid.pp, cp=grid.cp, tp=grid.tp, **at),
-        *traffic.data_parallel(shape.parameters / (grid.tp * grid.pp), dp=copies, strategy=strategy),
+        *traffic.tensor_parallel(shape, tp=grid.tp, micro_batch=micro_batch, seq_len=seq_len // grid.cp),
+        *traffic.context_parallel(shape, cp=grid.cp, tp=grid.tp, **batch),
+        *traffic.pipeline(shape, pp=grid.pp, cp=grid.cp, tp=grid.tp, **batch),
+        *traffic.data_parallel(shape.parameters / (grid.tp * grid.pp), dp=grid.dp * grid.cp, strategy=strategy),
     ]
     found = []
     for axis in ("tp", "cp", "pp", "dp"):
-        mine = [message for message in sent if message.axis == axis]
-        if not mine:
+        messages = [message for message in sent if message.axis == axis]
+        if not messages:
             continue
-        spans = ("dp", "cp") if axis == "dp" else (axis,)
-        group = grid.groups(*spans)
-        nodes = max(len({rank // per_node for rank in ranks}) for ranks in group)
+        groups = grid.groups("dp", "cp") if axis == "dp" else grid.groups(axis)
+        size, nodes = len(groups[0]), max(len({rank // per_node for rank in ranks}) for ranks in groups)
         over = link(inner if nodes == 1 else outer)
-        times = [message.count * (micro_batches if message.every == "micro_batch" else 1) for message in mine]
-        each = [
-            over.latency + message.num_bytes / over.bandwidth
-            if message.collective == "send"
-            else seconds("ring", message.collective, len(group[0]), message.num_bytes, over)
-            for message in mine
-        ]
-        found.append(AxisTraffic(
-            axis, len(group[0]), nodes, over.name, sum(times),
-            sum(n * message.num_bytes for n, message in zip(times, mine, strict=True)),
-            sum(n * second for n, second in zip(times, each, strict=True)),
-        ))  # fmt: skip
+        count, payload, total = 0, 0.0, 0.0
+        for message in messages:
+            times = message.count * (micro_batches if message.every == "micro_batch" else 1)
+            if message.collective == "send":
+                each = over.latency + message.num_bytes / over.bandwidth
+            else:
+                each = seconds("ring", message.collective, size, message.num_bytes, over)
+            count, payload, total = count + times, payload + times * message.num_bytes, total + times * each
+        found.append(AxisTraffic(axis, size, nodes, over.name, count, payload, total))
     return found
 
 
@@ -133,21 +144,16 @@ def answer(**choice: Any) -> tuple[Grid, list[AxisTraffic], str]:
     if not found:
         return grid, found, f"{begin}: nothing to send."
     slowest = max(found, key=lambda one: one.seconds)
-    return (
-        grid,
-        found,
-        (
-            f"{begin}: most of the time on links goes to {slowest.axis}, {slowest.seconds:.3g} s a step over {slowest.link}."
-        ),
-    )
+    most = f"most of the time on links goes to {slowest.axis}, {slowest.seconds:.3g} s per step over {slowest.link}"
+    return grid, found, f"{begin}: {most}."
 
 
-def still(**choice: Any) -> str:
+def static_page(**choice: Any) -> str:
     """What the explorer shows for a choice, as HTML that needs no widgets. Raises ValueError as `answer`."""
     grid, found, sentence = answer(**choice)
     chosen = START | choice
-    figure, alt = draw_rank_grid(grid, axis=chosen["axis"], per_node=chosen["per_node"])
-    return f"<p><b>{html.escape(sentence)}</b></p>{as_html(figure, alt)}{_table(found)}"
+    picture = rank_grid(grid, axis=chosen["axis"], per_node=chosen["per_node"])
+    return f"<p><b>{html.escape(sentence)}</b></p>{picture.html}{_table(found)}"
 
 
 def grid_explorer(**start: Any) -> ipywidgets.VBox:
@@ -158,33 +164,29 @@ def grid_explorer(**start: Any) -> ipywidgets.VBox:
     """
     import ipywidgets as w
 
-    first = still(**start)
+    first = static_page(**start)
     values = START | start
 
     wide = {"style": {"description_width": "120px"}, "layout": w.Layout(width="330px")}
 
-    def slider(name: str, words: str, options: list[int]) -> Any:
+    def slider(name: str, description: str, options: list[int]) -> Any:
         options = sorted({*options, values[name]})
-        return w.SelectionSlider(options=options, value=values[name], description=words, **wide)
+        return w.SelectionSlider(options=options, value=values[name], description=description, **wide)
 
-    def menu(name: str, words: str, options: Any) -> Any:
-        listed = (
-            list(options)
-            if values[name] in [o[1] if isinstance(o, tuple) else o for o in options]
-            else [*options, values[name]]
-        )
-        return w.Dropdown(options=listed, value=values[name], description=words, **wide)
+    def menu(name: str, description: str, options: Mapping[str, str]) -> Any:
+        known = {shown: value for value, shown in options.items()}
+        return w.Dropdown(options=known, value=values[name], description=description, **wide)
 
     powers = [2**i for i in range(8)]
     controls = {
-        "model": menu("model", "model", MODELS),
+        "model": menu("model", "model", {name: name for name in (*MODELS, values["model"])}),
         "tp": slider("tp", "tp (tensor)", powers[:5]),
         "cp": slider("cp", "cp (context)", powers[:6]),
         "pp": slider("pp", "pp (pipeline)", powers[:6]),
         "dp": slider("dp", "dp (data)", powers),
         "per_node": slider("per_node", "GPUs a machine", [1, 2, 4, 8, 16]),
-        "axis": menu("axis", "colour by", [(f"{axis} ({NAMES[axis]})", axis) for axis in reversed(AXES)]),
-        "strategy": menu("strategy", "along dp", [(words, name) for name, words in SHARED.items()]),
+        "axis": menu("axis", "colour by", {axis: f"{axis} ({NAMES[axis]})" for axis in reversed(AXES)}),
+        "strategy": menu("strategy", "along dp", {values["strategy"]: values["strategy"]} | SHARED),
         "micro_batches": slider("micro_batches", "micro-batches", powers),
         "seq_len": slider("seq_len", "tokens a sequence", [2**i for i in range(10, 18)]),
     }
@@ -193,30 +195,29 @@ def grid_explorer(**start: Any) -> ipywidgets.VBox:
     def draw(_: Any = None) -> None:
         choice = values | {name: control.value for name, control in controls.items()}
         try:
-            shown.value = still(**choice)
+            shown.value = static_page(**choice)
         except ValueError as error:  # a choice that does not fit: the sentence is the answer
             shown.value = f"<p><b>Does not fit.</b> {html.escape(str(error))}</p>"
 
     for control in controls.values():
         control.observe(draw, "value")
     listed = list(controls.values())
-    return box_with_still([w.HBox([w.VBox(listed[:5]), w.VBox(listed[5:])]), shown], first)
-
-
-def _share(seq_len: int, cp: int) -> int:
-    if seq_len % cp:
-        raise ValueError(f"seq_len={seq_len} does not divide over cp={cp} ranks: take a multiple of {cp} tokens.")
-    return seq_len // cp
+    return with_fallback([w.HBox([w.VBox(listed[:5]), w.VBox(listed[5:])]), shown], first)
 
 
 def _table(found: list[AxisTraffic]) -> str:
     if not found:
         return ""
-    heads = ("axis", "ranks in a group", "link", "messages a step", "payload a step (GB)", "seconds, one after another")
+    gradients = "dp x cp" if any(one.axis == "cp" for one in found) else "dp"
     rows = [
-        (one.axis if one.axis != "dp" else "dp x cp" if any(o.axis == "cp" for o in found) else "dp", one.ranks, one.link,
-         f"{one.messages:,}", f"{one.payload / 1e9:.3g}", f"{one.seconds:.3g}")
+        {
+            "axis": gradients if one.axis == "dp" else one.axis,
+            "ranks in a group": str(one.ranks),
+            "link": one.link,
+            "messages per step": f"{one.messages:,}",
+            "payload per step (GB)": f"{one.payload / 1e9:.3g}",
+            "seconds, one after another": f"{one.seconds:.3g}",
+        }
         for one in found
-    ]  # fmt: skip
-    cells = "".join(f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{cells}</table>"
+    ]
+    return table(rows)._repr_html_()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.collectives import draw_ring
-from course_lib.figures.style import as_html
-from course_lib.notebook.widgets.static_view import box_with_still
+from course_lib.figures.collectives import ring_step
+from course_lib.notebook.widgets.static_view import with_fallback
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -28,8 +27,8 @@ def ring_stepper(ranks: int = 4) -> ipywidgets.VBox:
     shown = w.HTML()
 
     def draw(_: Any = None) -> None:
-        shown.value = as_html(*draw_ring(ranks, slider.value))
+        shown.value = ring_step(ranks, slider.value).html
 
     slider.observe(draw, "value")
     draw()
-    return box_with_still([w.HBox([play, slider]), shown], shown.value)
+    return with_fallback([w.HBox([play, slider]), shown], shown.value)

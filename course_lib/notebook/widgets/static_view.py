@@ -1,4 +1,4 @@
-"""Widgets that a page shows as they are at the start where no kernel moves them: GitHub, a site, a fresh notebook."""
+"""Widgets with a fallback: pages without a kernel (GitHub, a site, a fresh notebook) show how the widget starts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ if TYPE_CHECKING:
     import ipywidgets
 
 
-def box_with_still(children: Sequence[Any], still: str) -> ipywidgets.VBox:
-    """`children` one below the other; `still` is the HTML for viewers that cannot run widgets."""
+def with_fallback(children: Sequence[Any], html: str) -> ipywidgets.VBox:
+    """`children` one below the other; `html` is for viewers that cannot run widgets."""
     import ipywidgets as w
 
     class Box(w.VBox):
-        def _repr_mimebundle_(self, **how: Any) -> Any:
-            bundle = super()._repr_mimebundle_(**how)
+        def _repr_mimebundle_(self, **options: Any) -> Any:
+            bundle = super()._repr_mimebundle_(**options)
             data = bundle[0] if isinstance(bundle, tuple) else bundle
             if data is not None:
-                data["text/html"] = still
+                data["text/html"] = html
             return bundle
 
     return Box(list(children))
