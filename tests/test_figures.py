@@ -33,7 +33,7 @@ from course_lib.parallel.simulate import simulate
 from course_lib.units import MIB, nice_bytes, nice_number
 
 
-def step(late: float = 0.0) -> list[Span]:
+def ddp_step(late: float = 0.0) -> list[Span]:
     """One DDP step of 50 ms in which the all-reduces travel under the backward pass, and something else runs."""
     main = [("forward", 0, 10, 1), ("backward", 10, 30, 1), ("optimizer", 40, 45, 1), ("other", 45, 50, 1)]
     stretches = main[:2] + [("collective", 15, 25, 2), ("collective", 25, 40, 2)] + main[2:]
@@ -81,7 +81,7 @@ FRAMEWORKS = [
 ]
 
 
-def line(schedule, stages=2, micro_batches=4, chunks=1, **times):
+def schedule_of(schedule, stages=2, micro_batches=4, chunks=1, **times):
     return simulate(orders(schedule, stages, micro_batches, chunks), **times)
 
 
@@ -98,14 +98,14 @@ PICTURES = {  # name -> how it is drawn, and what its text says
     ),
     "losses of nine": (lambda: figures.losses(NINE), ["run 8 from 4.200"]),
     "timeline": (
-        lambda: figures.timeline([step(), step(0.001)], title="One DDP step"),
+        lambda: figures.timeline([ddp_step(), ddp_step(0.001)], title="One DDP step"),
         ["timeline of 2 ranks over 51 ms; rank 0 runs 2 collectives"],
     ),
     "timeline of one": (
-        lambda: figures.timeline([step()], title="One DDP step"),
+        lambda: figures.timeline([ddp_step()], title="One DDP step"),
         ["timeline of 1 rank over 50 ms; rank 0 runs 2 collectives"],
     ),
-    "timeline of four": (lambda: figures.timeline([step()] * 4, title="One DDP step"), ["4 ranks"]),
+    "timeline of four": (lambda: figures.timeline([ddp_step()] * 4, title="One DDP step"), ["4 ranks"]),
     "throughput": (
         lambda: figures.throughput([1, 2, 4], [1000, 1800, 2500.0], title="Here", notes={"model": [1, 2, 3]}),
         ["measured 1 rank 1,000, 2 ranks 1,800, 4 ranks 2,500"],
@@ -223,14 +223,16 @@ PICTURES = {  # name -> how it is drawn, and what its text says
         ["each rank holds 2 whole layers", "2 times in all"],
     ),
     "schedule": (
-        lambda: pipeline.schedule(line("interleaved", 2, 2, 2), line("interleaved", 2, 2, 2), title="Two chunks"),
+        lambda: pipeline.schedule(
+            schedule_of("interleaved", 2, 2, 2), schedule_of("interleaved", 2, 2, 2), title="Two chunks"
+        ),
         ["2 ranks, 2 micro-batches"],
     ),
     "schedules": (
         lambda: pipeline.schedules(
-            {name: (line(name, send=0.1), line(name)) for name in ("naive", "gpipe")}, title="All"
+            {name: (schedule_of(name, send=0.1), schedule_of(name)) for name in ("naive", "gpipe")}, title="All"
         ),
-        [f"naive idles {line('naive', send=0.1).bubble:.1%} in the real run and 50.0% in the ideal"],
+        [f"naive idles {schedule_of('naive', send=0.1).bubble:.1%} in the real run and 50.0% in the ideal"],
     ),
     "grid": (
         lambda: grid.rank_grid(Grid(dp=2, pp=2, tp=2), axis="pp", per_node=4),
@@ -402,7 +404,7 @@ def test_a_ledger_draws_each_residual_part_by_part(axes_of):
         (lambda: figures.losses({"a": [1.0], "b": []}), "no loss to draw for 'b'"),
         (lambda: figures.timeline([], title="x"), "nothing to draw: give for each rank spans of forward, backward"),
         (lambda: figures.timeline([[], []], title="x"), "nothing to draw"),
-        (lambda: figures.timeline([[s for s in step() if s.kind == "other"]], title="x"), "nothing to draw"),
+        (lambda: figures.timeline([[s for s in ddp_step() if s.kind == "other"]], title="x"), "nothing to draw"),
         (lambda: figures.throughput([], [], title="x"), r"ranks=\[\]: give the numbers of ranks"),
         (lambda: figures.throughput([0, 1], [1, 1], title="x"), r"ranks=\[0, 1\].*each 1 or more"),
         (lambda: figures.throughput([1, 2], [1.0], title="x"), "'measured' has 1 values for 2 numbers of ranks"),
@@ -451,7 +453,10 @@ def test_a_ledger_draws_each_residual_part_by_part(axes_of):
         (lambda: splits.heads_over_ranks(heads=6, kv_heads=4), "kv heads must divide the heads"),
         (lambda: splits.vocabulary_loss(tokens=0), "tokens=0"),
         (lambda: splits.inside_or_between(layers=5, ranks=2), "layers=5 do not divide"),
-        (lambda: pipeline.schedule(line("1f1b", 2), line("1f1b", 3), title="t"), "2 ranks and the ideal one 3"),
+        (
+            lambda: pipeline.schedule(schedule_of("1f1b", 2), schedule_of("1f1b", 3), title="t"),
+            "2 ranks and the ideal one 3",
+        ),
         (lambda: pipeline.schedules({}, title="t"), "at least one schedule"),
         (lambda: grid.rank_grid(Grid(), axis="ep"), "axis='ep': choose one of"),
         (lambda: grid.rank_grid(Grid(), per_node=17), "per_node=17: choose from 1 to 16"),
@@ -467,7 +472,7 @@ def test_what_cannot_be_drawn_is_a_sentence(make, said):
 
 
 def test_a_rank_without_spans_keeps_its_place(axes_of):
-    figures.timeline([step(), []], title="Rank 1 was not traced")
+    figures.timeline([ddp_step(), []], title="Rank 1 was not traced")
     assert len(axes_of().get_yticks()) == 4 and len(axes_of().collections) == 5
 
 
@@ -476,7 +481,7 @@ def test_any_object_with_kind_start_and_end_is_a_span():
     assert "over 10 ms; rank 0 runs 1 collectives" in repr(figures.timeline([spans], title="x"))
 
 
-def words(figure):
+def texts(figure):
     return [text.get_text() for axis in figure.axes for text in axis.texts] + [text.get_text() for text in figure.texts]
 
 
@@ -513,8 +518,8 @@ def test_a_folder_of_metrics_is_read_and_metrics_can_be_chosen(tmp_path):
 
 
 def test_the_real_run_stands_above_the_ideal_one_with_both_bubbles(axes_of):
-    real = line("1f1b", forward=0.01, backward=0.02, send=0.002)
-    pipeline.schedule(real, line("1f1b", forward=0.5, backward=1.0), title="A run")
+    real = schedule_of("1f1b", forward=0.01, backward=0.02, send=0.002)
+    pipeline.schedule(real, schedule_of("1f1b", forward=0.5, backward=1.0), title="A run")
     above, below = axes_of().figure.axes
     assert f"real run: {real.bubble:.1%} idle" in above.get_title() and below.get_title() == "ideal: 20.0% idle"
     assert below.get_xlim()[1] == pytest.approx(15, rel=0.01)  # 5 forwards and backwards of length 1 and 2
@@ -524,7 +529,7 @@ def test_the_real_run_stands_above_the_ideal_one_with_both_bubbles(axes_of):
 
 
 def test_weights_and_chunks_of_a_pipeline_look_different_in_grey(axes_of):
-    split = line("zero_bubble", 2, 2, backward=1.0, weight=1.0)
+    split = schedule_of("zero_bubble", 2, 2, backward=1.0, weight=1.0)
     pipeline.schedule(split, split, title="split")
     assert {pipeline.KINDS[kind][1] for kind in "BW"} <= {box.get_hatch() for box in axes_of().collections}
     assert "backward for weights" in {text.get_text() for text in axes_of().figure.legends[0].texts}
@@ -535,7 +540,7 @@ def test_weights_and_chunks_of_a_pipeline_look_different_in_grey(axes_of):
 
 def test_a_grid_shows_every_rank_its_group_and_what_its_axes_use(axes_of):
     draw("grid")
-    shown = words(axes_of().figure)
+    shown = texts(axes_of().figure)
     assert [shown.count(str(rank)) for rank in range(8)] == [1] * 8
     assert [shown.count(letter) for letter in "ABCD"] == [2] * 4
     assert shown[-1].splitlines() == [
@@ -558,7 +563,7 @@ def test_groups_of_a_grid_differ_in_grey_too(axes_of):
 
 def test_a_large_grid_shows_its_first_machines(axes_of):
     alt = grid.rank_grid(Grid(dp=16, pp=8, tp=8), axis="dp").alt
-    assert "64" not in words(axes_of().figure) and "63" in words(axes_of().figure)
+    assert "64" not in texts(axes_of().figure) and "63" in texts(axes_of().figure)
     assert "the first 8 of 128 machines" in alt and "the first 8 of 128 machines" in axes_of().get_title()
 
 
