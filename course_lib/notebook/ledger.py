@@ -8,7 +8,6 @@ A reader who would rather not guess writes `predict(name, None, unit)`: the meas
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import platform
@@ -23,17 +22,22 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.notebook import progress
+from course_lib.units import GB, GIB, KB, KIB, MB, MIB, TB, TIB
+from course_lib.validation import did_you_mean
 
+_BYTES = {"bytes": 1, "KB": KB, "MB": MB, "GB": GB, "TB": TB, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600}
 UNITS: dict[str, tuple[str, float]] = {
-    "bytes": ("bytes", 1), "KB": ("bytes", 1e3), "MB": ("bytes", 1e6), "GB": ("bytes", 1e9), "TB": ("bytes", 1e12),
-    "KiB": ("bytes", 2**10), "MiB": ("bytes", 2**20), "GiB": ("bytes", 2**30), "TiB": ("bytes", 2**40),
-    "us": ("time", 1e-6), "ms": ("time", 1e-3), "s": ("time", 1), "min": ("time", 60), "h": ("time", 3600),
-    "bytes/s": ("bytes a second", 1), "MB/s": ("bytes a second", 1e6), "GB/s": ("bytes a second", 1e9),
-    "MiB/s": ("bytes a second", 2**20), "GiB/s": ("bytes a second", 2**30),
-    "FLOP/s": ("FLOP a second", 1), "GFLOP/s": ("FLOP a second", 1e9), "TFLOP/s": ("FLOP a second", 1e12),
-    "%": ("percent", 1), "tokens": ("tokens", 1), "tokens/s": ("tokens a second", 1), "steps": ("steps", 1),
+    **{unit: ("bytes", size) for unit, size in _BYTES.items()},
+    **{unit: ("time", size) for unit, size in _SECONDS.items()},
+    **{f"{unit}/s": ("bytes per second", _BYTES[unit]) for unit in ("bytes", "MB", "GB", "MiB", "GiB")},
+    **{f"{prefix}FLOP/s": ("FLOP per second", size) for prefix, size in {"": 1, "G": 1e9, "T": 1e12}.items()},
+    "%": ("percent", 1),
+    "tokens": ("tokens", 1),
+    "tokens/s": ("tokens per second", 1),
+    "steps": ("steps", 1),
     "": ("count", 1),
-}  # fmt: skip
+}
 """Unit -> (kind, size in that kind's base unit). Only units of one kind are converted into each other."""
 _OTHER_WORDS = {"b": "bytes", "sec": "s", "second": "s", "seconds": "s", "percent": "%", "minutes": "min", "hours": "h"}
 
@@ -75,10 +79,10 @@ class Entry:
         """Nothing: `measured` as a cell's last line has printed its line already. `print(entry)` shows it again."""
 
     def __str__(self) -> str:
-        said = "not predicted" if self.predicted is None else f"predicted {amount(self.predicted, self.unit)}"
+        guess = "not predicted" if self.predicted is None else f"predicted {amount(self.predicted, self.unit)}"
         if self.measured is None:
-            return f"{self.name}: {said}"
-        line = f"{self.name}: {said}, measured {amount(self.measured, self.unit)}"
+            return f"{self.name}: {guess}"
+        line = f"{self.name}: {guess}, measured {amount(self.measured, self.unit)}"
         if self.residual is None:
             return line
         share = "no percentage of a predicted 0" if self.percent is None else f"{self.percent:+.1f} %"
@@ -125,7 +129,7 @@ def measured(
     """
     found = [entry for entry in _entries.values() if entry.name == name]
     if not found:
-        near = difflib.get_close_matches(str(name), [entry.name for entry in _entries.values()], 1)
+        near = did_you_mean(name, [entry.name for entry in _entries.values()])
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(f"nothing was predicted for {name!r}{hint}: run predict({name!r}, value, unit) first")
     entry = found[-1]
@@ -134,8 +138,8 @@ def measured(
     named = {str(part): _finite(size, f"the part {part!r}") * scale for part, size in (parts or {}).items()}
     if "unexplained" in named:
         raise ValueError("'unexplained' is what the parts leave over: leave it out of parts")
-    here = _stamp_here() if stamp is None else dict(stamp)
-    done = Entry(entry.name, entry.lesson, entry.unit, entry.predicted, number, named, here)
+    where = _stamp_here() if stamp is None else dict(stamp)
+    done = Entry(entry.name, entry.lesson, entry.unit, entry.predicted, number, named, where)
     progress.record_ledger(done.lesson, _record(done))
     vars(entry).update(vars(done))
     print(entry)
@@ -171,20 +175,19 @@ def _kind(unit: str) -> str:
     if isinstance(unit, str) and unit.strip().upper() in ("K", "M", "G", "T"):
         letter = unit.strip().upper()
         power = "KMGT".index(letter) + 1
-        raise ValueError(f"{unit!r} is no unit: write {letter}B ({1000**power:,} bytes) or {letter}iB "
-                         f"({1024**power:,} bytes)")  # fmt: skip
-    lower = {known.lower(): known for known in UNITS} | _OTHER_WORDS
-    near = difflib.get_close_matches(str(unit).lower(), lower, 1, cutoff=0.4)
-    hint = f" did you mean {lower[near[0]]!r}?" if near else ""
-    raise ValueError(f"{unit!r} is no unit that the ledger knows;{hint} it knows {', '.join(filter(None, UNITS))} "
-                     "and '' for a plain count")  # fmt: skip
+        sizes = f"{letter}B ({1000**power:,} bytes) or {letter}iB ({1024**power:,} bytes)"
+        raise ValueError(f"{unit!r} is no unit: write {sizes}")
+    near = did_you_mean(unit, [*UNITS, *_OTHER_WORDS], cutoff=0.4)
+    hint = f" did you mean {_OTHER_WORDS.get(near[0], near[0])!r}?" if near else ""
+    known = ", ".join(filter(None, UNITS))
+    raise ValueError(f"{unit!r} is no unit that the ledger knows;{hint} it knows {known} and '' for a plain count")
 
 
 def _scale(unit: str, entry: Entry) -> float:
     """What turns a number in `unit` into one in the prediction's unit."""
     if _kind(unit) != _kind(entry.unit):
-        raise ValueError(f"{entry.name!r} was predicted in {entry.unit or 'a plain count'!r} ({_kind(entry.unit)}) and "
-                         f"measured in {unit or 'a plain count'!r} ({_kind(unit)}): use units of one kind")  # fmt: skip
+        predicted, actual = (f"{name or 'a plain count'!r} ({_kind(name)})" for name in (entry.unit, unit))
+        raise ValueError(f"{entry.name!r} was predicted in {predicted} and measured in {actual}: use units of one kind")
     return UNITS[unit][1] / UNITS[entry.unit][1]
 
 

@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -23,8 +22,11 @@ from typing import Any
 from filelock import FileLock
 from platformdirs import user_data_dir
 
+from course_lib.files import write_atomically
+from course_lib.units import KIB, MIB
+
 VERSION = 1
-MAX_BYTES = 4 * 2**20
+MAX_BYTES = 4 * MIB
 """A progress file larger than this is not ours: it is not read, and we never write one."""
 LOCK_SECONDS = 5.0
 
@@ -75,15 +77,19 @@ class Progress:
                 raise OSError(f"it was written by a newer version of the course (format {version}, known: {VERSION})")
             if version != VERSION:
                 raise ValueError(f"unknown format {version!r}")
-            return cls(labs=_rooms(raw["labs"], ExerciseRecord), ledger=_rooms(raw["ledger"], LedgerRecord))
+            return cls(labs=_records(raw["labs"], ExerciseRecord), ledger=_records(raw["ledger"], LedgerRecord))
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a progress file: {type(error).__name__}: {error}") from error
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,), "int": (int,), "str | None": (str, type(None)), "float | None": (int, float, type(None)),
-    "dict[str, float]": (dict,), "dict[str, Any]": (dict,),
-}  # fmt: skip
+    "str": (str,),
+    "int": (int,),
+    "str | None": (str, type(None)),
+    "float | None": (int, float, type(None)),
+    "dict[str, float]": (dict,),
+    "dict[str, Any]": (dict,),
+}
 
 
 def _number(word: str) -> float:
@@ -93,11 +99,11 @@ def _number(word: str) -> float:
     return value
 
 
-def _rooms(raw: dict[str, dict[str, dict]], kind: type) -> dict[str, dict[str, Any]]:
+def _records(raw: dict[str, dict[str, dict]], kind: type) -> dict[str, dict[str, Any]]:
     """Two levels of names, then `kind`: raises TypeError where a field is missing, unknown or of another type."""
-    rooms: dict[str, dict[str, Any]] = {}
-    for room, records in raw.items():
-        rooms[room] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for group, records in raw.items():
+        found[group] = {}
         for name, values in records.items():
             record = kind(**values)
             for key, value in vars(record).items():
@@ -105,8 +111,8 @@ def _rooms(raw: dict[str, dict[str, dict]], kind: type) -> dict[str, dict[str, A
                     raise TypeError(f"{name}.{key} is {value!r}")
             if not all(isinstance(part, (int, float)) for part in getattr(record, "parts", {}).values()):
                 raise TypeError(f"{name}.parts is {record.parts!r}")
-            rooms[room][name] = record
-    return rooms
+            found[group][name] = record
+    return found
 
 
 def progress_path() -> Path:
@@ -182,39 +188,23 @@ class Store:
             return read(self.path)
         except ValueError as error:
             now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
-            aside = self.path.with_name(f"progress.damaged-{now}.json")
-            os.replace(self.path, aside)
-            _say(f"Your progress file was damaged ({error}); it is now {aside}, and a new one begins.")
+            copy = self.path.with_name(f"progress.damaged-{now}.json")
+            os.replace(self.path, copy)
+            _say(f"Your progress file was damaged ({error}); it is now {copy}, and a new one begins.")
             return Progress()
 
     def _write(self, text: str) -> None:
-        data = text.encode("utf-8")
-        if len(data) > MAX_BYTES:
+        if len(text.encode("utf-8")) > MAX_BYTES:
             raise OSError(f"it would grow above {MAX_BYTES:,} bytes")
-        # One name, written under the lock: a process killed half-way leaves one file, which the next write overwrites.
-        half = self.path.with_name("progress.json.tmp")
-        fd = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(fd, "wb") as file:
-            if hasattr(os, "fchmod"):  # not on Windows, where the user's data folder is private already
-                os.fchmod(fd, 0o600)
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
-        os.replace(half, self.path)
-        if os.name == "posix":
-            # The change is in place by now. A file system that cannot sync a folder must not make us count it twice.
-            with suppress(OSError):
-                folder = os.open(self.path.parent, os.O_RDONLY)
-                try:
-                    os.fsync(folder)
-                finally:
-                    os.close(folder)
+        write_atomically(self.path, text, durable=True, mode=0o600)
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            _say(f"Your progress cannot be kept in {self.path} ({error}); this notebook goes on with it in memory. "
-                 "To keep it, set BEYOND_ONE_GPU_HOME to a folder that you can write.")  # fmt: skip
+            _say(
+                f"Your progress cannot be kept in {self.path} ({error}); this notebook goes on with it in memory. "
+                "To keep it, set BEYOND_ONE_GPU_HOME to a folder that you can write."
+            )
 
 
 def _say(line: str) -> None:
@@ -262,7 +252,7 @@ def record_ledger(lesson: str, record: LedgerRecord) -> None:
         text = json.dumps(asdict(record), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{record.name!r} cannot be kept in the ledger: {error}; plain numbers and text") from error
-    if len(text) > 64 * 1024:
+    if len(text) > 64 * KIB:
         raise ValueError(f"{record.name[:40]!r}… takes {len(text):,} bytes: a ledger line has at most 65,536")
     kept = replace(record, when=record.when or now())
 
