@@ -1,7 +1,7 @@
-"""The plugin by which Axolotl trains on CPU ranks as it does on GPUs. Where CUDA is there, nothing here does anything.
+"""A plugin with which Axolotl trains on CPU ranks as it does on GPUs. With CUDA it does nothing.
 
-In a YAML: ``plugins: [course_tools.axolotl.cpu_ranks.CPURanks]``. Axolotl imports its plugins before anything reads the
-devices, and that is when the four things below must stand.
+In a YAML: ``plugins: [course_tools.axolotl.cpu_ranks.CPURanks]``. Axolotl imports its plugins before anything looks for
+devices, so the patches below are applied on import.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ def _backend(*_: Any, **__: Any) -> tuple[str, DistributedType]:
 
 
 def let_cpu_ranks_train() -> None:
-    """Teach this process's Accelerate and DeepSpeed about CPU ranks. Does nothing with CUDA or on a second call."""
+    """Make this process's Accelerate and DeepSpeed work on CPU ranks. Does nothing with CUDA or on a second call."""
     if torch.cuda.is_available() or PartialState._prepare_backend is _backend:
         return
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # else a rank's device would be cuda:LOCAL_RANK
     os.environ["DS_ACCELERATOR"] = "cpu"
-    # Axolotl asks whether two GPUs reach each other, and forgives only the error of a CPU build of PyTorch. A CUDA build
-    # without a GPU raises another one. This is the answer that Axolotl gives itself on a CPU build.
+    # Axolotl asks whether two GPUs reach each other, and catches only the error that a CPU build of PyTorch raises. A
+    # CUDA build without a GPU raises another one. True is what Axolotl assumes on a CPU build.
     environment.check_cuda_p2p_support = lambda: True
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         import deepspeed
 
-        # DeepSpeed would compile a shared-memory all-reduce for a minute, which c10d does not see, so that nobody
-        # could count it.
+        # Else DeepSpeed spends a minute compiling a shared-memory all-reduce, and our count of collectives misses it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         PartialState._prepare_backend = _backend
     meshes = ParallelismConfig.build_device_mesh
@@ -57,7 +56,7 @@ class CPURanks(BasePlugin):
     """Keeps Axolotl from putting rank n's model on GPU n where there is no GPU."""
 
     def load_datasets(self, cfg: DictDefault, preprocess: bool = False) -> None:
-        """None: Axolotl goes on to load the data itself; this is its first call after the YAML was read."""
+        """Return None, so that Axolotl loads the data itself. This is its first call after it has read the YAML."""
         if not torch.cuda.is_available():
             cfg.device_map = {"": "cpu"}
             if cfg.load_in_4bit:

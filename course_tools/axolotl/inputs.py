@@ -1,4 +1,4 @@
-"""What the course's YAMLs train: a tiny Llama as a folder, and real text as the JSON lines that Axolotl reads."""
+"""Inputs for the course's YAMLs: a tiny Llama as a folder, and real text as the JSON lines that Axolotl reads."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-PARAGRAPH = 40  # letters: what is shorter is a heading
+PARAGRAPH = 40  # characters: anything shorter is a heading
 
 
 def make_inputs(folder: str | os.PathLike[str], *, layers: int = 2, hidden: int = 128, seed: int = 0) -> Path:
     """Write `tiny/` (model and byte tokenizer), `instructions.jsonl` (alpaca) and `texts.jsonl` (completion).
 
-    Nothing is downloaded: the questions are the course's own, the texts the Python documentation. What lies in
-    `folder` already is written again. Returns the folder.
+    Nothing is downloaded: the questions are the course's own, the texts the Python documentation. Existing files
+    in `folder` are overwritten. Returns the folder.
     """
     from course_lib.models import byte_tokenizer, no_progress_bars, tiny_llama  # imports PyTorch, and a check must not
     from course_lib.models.data import english, instructions

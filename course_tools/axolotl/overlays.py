@@ -1,4 +1,4 @@
-"""One base YAML and small overlays: what a run changes is three lines that can be read."""
+"""One base YAML and small overlays: each run is three lines that say what it changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from course_tools.axolotl.check.yaml_lines import loaded, text_of
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The mapping that a YAML file holds; an empty file is an empty mapping.
+    """Read the mapping in a YAML file; an empty file is an empty mapping.
 
     Raises:
         ValueError: the file is missing, does not parse (line and column are named), or holds no mapping.
@@ -23,7 +23,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def laid_over(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
-    """`overlay` on `base`: mappings are merged key by key, everything else is replaced, `null` takes a key away."""
+    """Lay `overlay` over `base`: mappings are merged key by key, anything else is replaced, `null` removes a key."""
     result = dict(base)
     for key, value in overlay.items():
         if value is None:
@@ -40,12 +40,12 @@ def merged(
     *overlays: str | os.PathLike[str] | Mapping[str, Any],
     **changes: Any,
 ) -> dict[str, Any]:
-    """The configuration that `base` and the overlays make, in their order, with `changes` on top.
+    """Merge `base` and the overlays in their order, with `changes` on top.
 
     Args:
         base: a YAML file, or its mapping.
         overlays: the same, each laid over what stands so far.
-        changes: top-level keys; ``None`` takes a key away.
+        changes: top-level keys; ``None`` removes a key.
 
     Raises:
         ValueError: as `read`.

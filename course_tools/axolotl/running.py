@@ -1,4 +1,4 @@
-"""Axolotl's own commands from a notebook: its trainer on warm ranks, the others in a process of their own."""
+"""Axolotl's own commands from a notebook: training on warm ranks, the others in one process each."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def warm_axolotl() -> None:
 
 @dataclass
 class AxolotlRun:
-    """What came back from a training.
+    """The result of a training run.
 
     Attributes:
         losses: mean loss over the global batch, one a logged step.
@@ -107,10 +107,10 @@ def train(config: Config, *, ranks: int = 2, timeout: float = 120.0) -> AxolotlR
 
 
 def _written(values: dict[str, Any], folder: str) -> str:
-    """The path of a YAML with these values in `folder`.
+    """Write these values as a YAML in `folder` and return its path.
 
-    A DeepSpeed configuration that stands in the YAML becomes a file of its own there: else each rank of Axolotl's
-    writes one to the temporary folder and leaves it.
+    A DeepSpeed configuration that stands in the YAML becomes a file there too: otherwise each rank writes one to the
+    temporary folder and leaves it.
     """
     if isinstance(values.get("deepspeed"), Mapping):
         path = Path(folder, "deepspeed.json")
@@ -120,7 +120,7 @@ def _written(values: dict[str, Any], folder: str) -> str:
 
 
 def _prepare(config: str) -> None:
-    """In a rank, before Axolotl is called."""
+    """Prepare a rank before Axolotl is called."""
     os.environ.update(QUIET)
     if os.path.isdir(merged(config).get("base_model") or ""):
         os.environ["HF_HUB_OFFLINE"] = "1"  # nothing to ask the hub about a model that lies here
@@ -128,7 +128,7 @@ def _prepare(config: str) -> None:
 
 
 def _train(config: str) -> None:
-    """What each rank runs: `axolotl.cli.train` of one YAML."""
+    """Run `axolotl.cli.train` in a rank."""
     _prepare(config)
     from axolotl.cli.train import do_cli
 
@@ -141,11 +141,11 @@ def preprocess(config: Config, *, timeout: float = 120.0) -> Path:
     Raises:
         ValueError: a YAML that cannot be read, or that names no `dataset_prepared_path`; RankFailed: Axolotl refused.
     """
-    where = merged(config).get("dataset_prepared_path")
-    if not where:
+    folder = merged(config).get("dataset_prepared_path")
+    if not folder:
         raise ValueError("The YAML names no dataset_prepared_path, so the prepared data would be lost: give a folder.")
     _in_one_process("axolotl.cli.preprocess", config, timeout)
-    return Path(where)
+    return Path(folder)
 
 
 def merge_lora(config: Config, *, timeout: float = 120.0) -> Path:
@@ -170,21 +170,21 @@ def inference(config: Config, prompt: str, *, base_model: str | os.PathLike[str]
     if not prompt.strip():
         raise ValueError("Give a prompt: Axolotl's inference ends at an empty one.")
     whole = merged(config, adapter=None, load_in_4bit=None, base_model=os.fspath(base_model))
-    said = _in_one_process("axolotl.cli.inference", whole, timeout, said=prompt)
-    return said.split("=" * 80)[-3].strip()  # then it asks for the next prompt, and there is none
+    output = _in_one_process("axolotl.cli.inference", whole, timeout, typed=prompt)
+    return output.split("=" * 80)[-3].strip()  # then it asks for the next prompt, and there is none
 
 
-def _in_one_process(module: str, config: Config, timeout: float, said: str = "", **words: str) -> str:
+def _in_one_process(module: str, config: Config, timeout: float, typed: str = "", **arguments: str) -> str:
     with tempfile.TemporaryDirectory(prefix="axolotl-") as folder:
         path = _written(merged(config), folder)
-        run = launch(_command, module, path, said, words, ranks=1, timeout=timeout, quiet=True, threads=1)
+        run = launch(_command, module, path, typed, arguments, ranks=1, timeout=timeout, quiet=True, threads=1)
     return run.logs[0]
 
 
-def _command(module: str, config: str, said: str, words: dict[str, str]) -> None:
-    """What the one process runs: `do_cli` of one of Axolotl's commands, `said` in the place of the keyboard."""
+def _command(module: str, config: str, typed: str, arguments: dict[str, str]) -> None:
+    """Run one of Axolotl's commands in a rank, with `typed` as its keyboard input."""
     _prepare(config)
     if importlib.util.find_spec("gradio") is None:  # imported by all of inference, and used by its web page alone
         sys.modules["gradio"] = types.ModuleType("gradio")
-    sys.stdin = io.StringIO(said)
-    importlib.import_module(module).do_cli(config, **words)
+    sys.stdin = io.StringIO(typed)
+    importlib.import_module(module).do_cli(config, **arguments)

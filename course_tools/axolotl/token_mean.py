@@ -1,7 +1,7 @@
-"""The plugin that makes every token count the same, on whichever rank it lies.
+"""A plugin that gives every token the same weight, whichever rank it is on.
 
-In a YAML: ``plugins: [course_tools.axolotl.token_mean.TokenMean]``. Axolotl 0.21 averages each rank's own mean over its
-tokens: a token on the rank with the shorter texts weighs more, and two ranks are not one rank with twice the batch.
+In a YAML: ``plugins: [course_tools.axolotl.token_mean.TokenMean]``. Axolotl 0.21 averages the ranks' means: a
+token on the rank with the shorter texts weighs more, and two ranks are not one rank with twice the batch.
 Transformers can divide by the tokens of all ranks instead; no key of the YAML reaches that setting.
 """
 

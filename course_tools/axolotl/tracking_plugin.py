@@ -1,4 +1,4 @@
-"""The tracker and the heartbeat as a plugin of Axolotl's: two lines of YAML.
+"""The tracker and the heartbeat as an Axolotl plugin: two lines of YAML.
 
     plugins:
       - course_tools.axolotl.tracking_plugin.EveryRankPlugin

@@ -1,7 +1,7 @@
-"""The plugin that writes down what each rank of an Axolotl run really held: a YAML and an exit code prove nothing.
+"""A plugin that records what each rank of an Axolotl run held, because a YAML and an exit code prove nothing.
 
-In a YAML: ``plugins: [course_tools.axolotl.witness.Witness]``. After the training, `output_dir/witness/rank0.json`, … say
-which class wrapped the model and how much of it lay on that rank.
+In a YAML: ``plugins: [course_tools.axolotl.witness.Witness]``. After training, `output_dir/witness/rank0.json`, … name the
+class that wrapped the model and how much of the model that rank held.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ FOLDER = "witness"
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a parameter lies on this rank: a DTensor's shard, ZeRO-3's partition, or all of it."""
+    """Return the part of a parameter that lies on this rank: a DTensor's shard, ZeRO-3's partition, or all of it."""
     if hasattr(tensor, "to_local"):
         return tensor.to_local()
     return getattr(tensor, "ds_tensor", tensor)
 
 
 def total_elements(parameter: torch.Tensor) -> int:
-    """Elements of the whole parameter, wherever they lie."""
+    """Count the elements of the whole parameter, on all ranks together."""
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def state_elements(optimizer: Any) -> int:
-    """Elements of this rank's optimizer states: Adam's moments; the step counters are left out."""
+    """Count the elements of this rank's optimizer states: Adam's moments, without the step counters."""
     while not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer  # Accelerate's and DeepSpeed's wrappers
     return sum(
@@ -46,7 +46,7 @@ def state_elements(optimizer: Any) -> int:
 
 
 def seen(trainer: Trainer) -> dict[str, Any]:
-    """What this rank holds of a trainer in the middle of its training. Elements, not bytes.
+    """Describe what this rank holds in the middle of training, in elements, not bytes.
 
     Keys: wrapper, world_size, backend, zero_stage (None without DeepSpeed), param_class and placements (of the first
     block's first trained weight), local_elements, total_elements, trainable_elements, optimizer_elements,
@@ -73,7 +73,7 @@ def seen(trainer: Trainer) -> dict[str, Any]:
 
 
 class _Watch(TrainerCallback):
-    """Looks once, after the first optimizer step, and writes when the training ends."""
+    """Looks once, after the first optimizer step, and writes when training ends."""
 
     def __init__(self, folder: Path, trainer: Trainer) -> None:
         self.folder, self.trainer = folder, trainer
@@ -87,35 +87,35 @@ class _Watch(TrainerCallback):
         logged = [entry for entry in state.log_history if "loss" in entry]
         rank = int(os.environ.get("RANK", "0"))
         self.folder.mkdir(parents=True, exist_ok=True)
-        told = self.held | {
+        record = self.held | {
             "rank": rank,
             "steps": state.global_step,
             "logged_at": [entry["step"] for entry in logged],
             "losses": [entry["loss"] for entry in logged],
             "gradient_norms": [entry.get("grad_norm") for entry in logged],
         }
-        (self.folder / f"rank{rank}.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
+        (self.folder / f"rank{rank}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 class Witness(BasePlugin):
-    """Adds the watch to every rank's trainer."""
+    """Adds the callback to every rank's trainer."""
 
     def post_trainer_create(self, cfg: DictDefault, trainer: Trainer) -> None:
-        """Axolotl calls it when the trainer stands, before the training."""
+        """Called by Axolotl once the trainer exists, before training."""
         trainer.add_callback(_Watch(Path(cfg.output_dir) / FOLDER, trainer))
 
 
 def read(output_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """What the ranks of a finished run wrote, by rank.
+    """Read what the ranks of a finished run wrote, in the order of the ranks.
 
     Raises:
         FileNotFoundError: the run did not end, or had no `Witness` among its plugins.
     """
     files: Iterable[Path] = Path(output_dir, FOLDER).glob("rank*.json")
-    told = sorted((json.loads(file.read_text(encoding="utf-8")) for file in files), key=lambda one: one["rank"])
-    if not told:
+    records = sorted((json.loads(file.read_text(encoding="utf-8")) for file in files), key=lambda one: one["rank"])
+    if not records:
         raise FileNotFoundError(
             f"{output_dir} holds no witness: the run did not reach its end, or its YAML's plugins lack "
             "course_tools.axolotl.witness.Witness."
         )
-    return told
+    return records

@@ -186,14 +186,14 @@ def main() -> None:
 
         config_module.merge_input_args = merge_once
         answer({"base_model": "x"}, {"n_gpu": 1})
-        said: dict[str, Any] = {"ready": True}
+        reply: dict[str, Any] = {"ready": True}
     except Exception as error:  # whatever stops the import is told to the program that asked
-        said = {"failed": f"{type(error).__name__}: {error}"}
+        reply = {"failed": f"{type(error).__name__}: {error}"}
     while True:
-        print(json.dumps(said, default=str), file=answers, flush=True)
+        print(json.dumps(reply, default=str), file=answers, flush=True)
         question = json.loads(questions.get())
         os.chdir(question["folder"])
-        said = answer(question["values"], question["capabilities"])
+        reply = answer(question["values"], question["capabilities"])
 
 
 if __name__ == "__main__":

@@ -43,10 +43,15 @@ def findings(document: Document, cluster: Cluster | None, folder: Path) -> list[
     if importlib.util.find_spec("axolotl") is None:
         return [MISSING]
     try:
-        said = ask(document.values, pretended(cluster), folder)
+        answer = ask(document.values, pretended(cluster), folder)
     except RuntimeError as error:
         return [Finding("note", "", None, f"Axolotl's validator was not asked: {error}")]
-    return [*_refusals(document, said), *_plugins(document, said), *_unknown(document, said), *_rest(document, said)]
+    return [
+        *_refusals(document, answer),
+        *_plugins(document, answer),
+        *_unknown(document, answer),
+        *_rest(document, answer),
+    ]
 
 
 def pretended(cluster: Cluster | None) -> dict[str, Any]:
@@ -130,9 +135,9 @@ def _answer(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     return json.loads(line)
 
 
-def _refusals(document: Document, said: dict[str, Any]) -> Iterator[Finding]:
+def _refusals(document: Document, answer: dict[str, Any]) -> Iterator[Finding]:
     found: dict[tuple[Any, ...], list[str]] = {}  # pydantic words one refusal for each type that a key may have
-    for one in said["refusals"]:
+    for one in answer["refusals"]:
         words = " ".join(one["words"].removeprefix("Value error, ").split()).rstrip(".")
         path = _path_in(one["path"], document.values)
         if not path:
@@ -171,43 +176,45 @@ def _mended(document: Document, path: tuple[Any, ...], sentence: str) -> str:
     return f"write {near[0]}" if near else f"add {path[-1]}: …" if "Field required" in sentence else ""
 
 
-def _plugins(document: Document, said: dict[str, Any]) -> Iterator[Finding]:
-    for name, reason in said["plugins"].items():
+def _plugins(document: Document, answer: dict[str, Any]) -> Iterator[Finding]:
+    for name, reason in answer["plugins"].items():
         sentence = f"{name} cannot be loaded here, so its keys were not checked ({' '.join(reason.split())})."
         yield _at(document, "note", ("plugins",), sentence, "install what it needs where the run starts")
 
 
-def _unknown(document: Document, said: dict[str, Any]) -> Iterator[Finding]:
-    folders = [name.removeprefix("axolotl.integrations.").split(".")[0] for name in said["plugins"]]
-    heard = " ".join([*(one["words"] for one in said["refusals"]), *said["warnings"]])
-    foreign = [name for name in said["plugins"] if not name.startswith("axolotl.")]
-    for one in said["unknown"]:
+def _unknown(document: Document, answer: dict[str, Any]) -> Iterator[Finding]:
+    folders = [name.removeprefix("axolotl.integrations.").split(".")[0] for name in answer["plugins"]]
+    heard = " ".join([*(one["words"] for one in answer["refusals"]), *answer["warnings"]])
+    foreign = [name for name in answer["plugins"] if not name.startswith("axolotl.")]
+    for one in answer["unknown"]:
         path, plugin, near = tuple(one["path"]), one["plugin"], one["near"]
         key = str(path[-1])
-        if re.search(rf"\b{re.escape(key)}\b", heard) or (plugin and plugin["folder"] in folders):
+        if re.search(rf"[`'.]{re.escape(key)}\b", heard) or (plugin and plugin["folder"] in folders):
             continue  # Axolotl speaks of it itself, or a plugin that cannot be loaded here brings it
         level = "note" if one["null"] or foreign else "error"
         if plugin:
             sentence = "The key belongs to a plugin that the YAML does not load: it changes nothing."
             yield _at(document, level, path, sentence, f"add {plugin['name']} to plugins")
             continue
-        if one["section"] is not None:
+        if near:
+            fix = f"write {near}"
+        elif one["section"] is None:
+            fix = "leave it out, or look its name up"
+        else:
             fix = f"put it into {one['section']}" if one["section"] else "put it at the top level"
-        fix = f"write {near}" if near else fix if one["section"] is not None else "leave it out, or look its name up"
         doubt = f" (unless {' or '.join(foreign)} brings it)" if foreign else ""
         here = " here" if len(path) > 1 else ""
-        yield _at(
-            document, level, path, f"Axolotl knows no such key{here} and reads past it without a word{doubt}.", fix
-        )
+        sentence = f"Axolotl knows no such key{here} and reads past it without a word{doubt}."
+        yield _at(document, level, path, sentence, fix)
 
 
-def _rest(document: Document, said: dict[str, Any]) -> Iterator[Finding]:
-    for one in said["names"]:
+def _rest(document: Document, answer: dict[str, Any]) -> Iterator[Finding]:
+    for one in answer["names"]:
         key, value = one["key"], document.values[one["key"]]
         what = key.replace("lr_", "").replace("_", " ")
         sentence = f"Neither Axolotl nor transformers has the {what} {value!r}; only the trainer will say so."
         yield _at(document, "warning", (key,), sentence, f"write {one['near']}" if one["near"] else "look its name up")
-    for line in said["warnings"]:
+    for line in answer["warnings"]:
         if "load required plugin" not in line:
             yield Finding("note", "", None, f"Axolotl: “{' '.join(line.split())}”")
 
