@@ -128,8 +128,9 @@ def test_what_each_stage_calls(two):
     # stages 0, 1 and 2 all-reduce all gradients, stage 3 scatters their sums
     assert total("all_reduce") == pytest.approx(3 * WEIGHTS, rel=1e-3)
     assert total("reduce_scatter") == WEIGHTS
-    # 1 and 2 gather the weights after a step, 3 in its forward and in its backward pass (while it learns the order, more)
-    assert 4 * WEIGHTS / 2 <= total("all_gather") < 4.1 * WEIGHTS / 2
+    # 1 and 2 gather the weights after a step, 3 in its forward and in its backward pass; in its first step it may gather all
+    # once more, while it learns the order
+    assert 4 * WEIGHTS / 2 <= total("all_gather") <= (4 + 1 / SIZES["steps"]) * WEIGHTS / 2
 
 
 def test_the_keys_are_deepspeed_s():
