@@ -29,7 +29,9 @@ def real_steps():
     for name, case in CASES.items():
         how = dict(case)
         reshard = how.pop("reshard", True)
-        model = shard(prepare(tiny_llama(), precision="fp32", device="cpu", **how), reshard=reshard)
+        kept = how.pop("checkpointing", "none")
+        model = prepare(tiny_llama(), precision="fp32", device="cpu", activation_checkpointing=kept, **how)
+        model = shard(model, reshard_after_forward=reshard)
         optimizer = build_optimizer(trainable(model), "adamw", 1e-4)
         found[name] = count_step(model, optimizer, torch.zeros(1, 64, dtype=torch.long))
     return found
