@@ -36,15 +36,15 @@ def settings() -> Iterator[dict[str, Any]]:
             ("llama-3.1-8b", "llama-3.1-70b", "qwen3-0.6b", "smollm2-135m"), METHODS, PRECISIONS, CHECKPOINTING,
             (1, 2, 3, 4, 6, 8), ("single", "ddp", "zero2", "zero3", "fsdp"),
         ):  # fmt: skip
-            yield {"model": model, "method": method, "precision": precision, "checkpointing": checkpointing,
-                   "micro_batch": micro_batch, "strategy": strategy, "ranks": 1 if strategy == "single" else 8,
+            yield {"model": model, "method": method, "precision": precision, "activation_checkpointing": checkpointing,
+                   "micro_batch_size": micro_batch, "strategy": strategy, "ranks": 1 if strategy == "single" else 8,
                    "seq_len": seq_len}  # fmt: skip
 
 
 def speed() -> dict[str, bool]:
     from course_lib.memory import estimate
 
-    chosen = {"method": "qlora", "checkpointing": "full", "micro_batch": 2, "seq_len": 4096}
+    chosen = {"method": "qlora", "activation_checkpointing": "full", "micro_batch_size": 2, "seq_len": 4096}
     estimate("llama-3.1-8b", **chosen)
     singles = []
     for _ in range(50):  # a hundred at a time: a clock's own microsecond would be seen beside a single one
@@ -76,7 +76,7 @@ class Case:
         from course_lib.training.finetune import building
 
         self.chosen, self.precision = chosen, chosen["precision"]
-        how = {"method": chosen["method"], "activation_checkpointing": chosen["checkpointing"]}
+        how = {"method": chosen["method"], "activation_checkpointing": chosen["activation_checkpointing"]}
         self.model = building.prepare(copy.deepcopy(base), device="cpu", precision=self.precision, **how)
         self.optimizer = building.build_optimizer(building.trainable(self.model), chosen["optimizer"], 1e-4)
         self.scaler = building.grad_scaler(self.precision, "cpu")
@@ -128,7 +128,12 @@ def cases(name: str) -> Iterator[dict[str, str]]:
         matters = precision == "fp32" and (optimizer == "adamw" or checkpointing == "none")
         matters |= precision == "bf16-mixed" and optimizer == "adamw" and checkpointing == "none"
         if name == "tiny" or matters:
-            yield {"method": method, "precision": precision, "checkpointing": checkpointing, "optimizer": optimizer}
+            yield {
+                "method": method,
+                "precision": precision,
+                "activation_checkpointing": checkpointing,
+                "optimizer": optimizer,
+            }
 
 
 def others(base: Any) -> dict[str, Callable[[str], str]]:
@@ -173,11 +178,11 @@ def measured(with_others: bool) -> dict[str, bool]:
                 continue
             case = Case(name, base, chosen)
             seen = case.measured()
-            told = estimate(shape_of(base), micro_batch=micro_batch, seq_len=seq_len, device="cpu", **chosen)
+            told = estimate(shape_of(base), micro_batch_size=micro_batch, seq_len=seq_len, device="cpu", **chosen)
             rest = {"parameters": told.weights, "gradients": told.gradients, "optimizer_state": told.optimizer}
             wrong = {what: size - seen[what] for what, size in rest.items() if size != seen[what]}
             error = told.peak / seen["peak"] - 1
-            label = "{method:5} {precision:10} {checkpointing:9} {optimizer:9}".format(**chosen)
+            label = "{method:5} {precision:10} {activation_checkpointing:9} {optimizer:9}".format(**chosen)
             answers = [answer(chosen["precision"]) for answer in tools.values()]
             answers += [case.mem_tracker()] if tools else []
             print(f"  {label:39}{seen['peak'] / MIB:10.1f}{told.peak / MIB:11.1f}{error:8.1%}  {'exact' if not wrong else 'MISSED':7}"
@@ -215,7 +220,7 @@ def fake() -> dict[str, bool]:
         began = time.perf_counter()
         found = fake_step(shape, dtype=dtype, checkpointing=checkpointing, seq_len=seq_len)
         seconds = time.perf_counter() - began
-        told = estimate(shape, precision=precision, checkpointing=checkpointing, seq_len=seq_len).moments
+        told = estimate(shape, precision=precision, activation_checkpointing=checkpointing, seq_len=seq_len).phases
         peak = max(size for moment, size in told.items() if moment != "optimizer step")
         worst = max(worst, abs(peak / found.peak - 1))
         label = f"{preset:14} {precision:5} {checkpointing:10} {seq_len}"

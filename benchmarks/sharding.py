@@ -46,8 +46,8 @@ ZERO["ZeRO-2, bf16"] = ("zero", {"stage": 2, "precision": "bf16"}, {"strategy": 
 ZERO["ZeRO-3, bf16"] = ("zero", {"stage": 3, "precision": "bf16"}, {"strategy": "zero3", "precision": "bf16"}, 0)
 FSDP = {
     "FSDP2": ("fsdp", {}, {}, 0),
-    "FSDP2, reshard no": ("fsdp", {"reshard_after_forward": "no"}, {"reshard": False}, 0),
-    "FSDP2, reshard over 2": ("fsdp", {"reshard_after_forward": "2"}, {"reshard": 2}, 4),
+    "FSDP2, reshard no": ("fsdp", {"reshard_after_forward": "no"}, {"reshard_after_forward": False}, 0),
+    "FSDP2, reshard over 2": ("fsdp", {"reshard_after_forward": "2"}, {"reshard_after_forward": 2}, 4),
     "FSDP2, hybrid 2x2": ("fsdp", {"mesh": "2x2"}, {"shard_ranks": 2}, 4),
     "FSDP2, one unit": ("fsdp", {"wrap": "whole"}, {}, 0),
     "FSDP2, offloaded": ("fsdp", {"offload": True}, {"offload": "all"}, 0),
@@ -248,13 +248,15 @@ def peaks() -> dict[str, bool]:
         micro_batches = settings.get("gradient_accumulation_steps", 1)
         told = estimate(
             shape_of("tiny"), strategy=f"zero{settings['stage']}" if program == "zero" else "fsdp", ranks=2, precision="fp32",
-            micro_batch=4 // micro_batches, micro_batches=micro_batches, seq_len=128, device="cpu", bucket_elements=BUCKET,
-            step="loop" if program == "zero" else "fused", checkpointing=settings.get("activation_checkpointing", "none"),
-            reshard=settings.get("reshard_after_forward") != "no",
+            micro_batch_size=4 // micro_batches, num_microbatches=micro_batches, seq_len=128, device="cpu", bucket_elements=BUCKET,
+            step="loop" if program == "zero" else "fused", activation_checkpointing=settings.get("activation_checkpointing", "none"),
+            reshard_after_forward=settings.get("reshard_after_forward") != "no",
         )  # fmt: skip
         error = told.peak / found[name].memory["peak"] - 1
         worst = max(worst, abs(error))
-        print(f"  {name:31}{found[name].memory['peak'] / MIB:10.2f}{told.peak / MIB:11.2f}{error:+8.1%}  {told.moment}")
+        print(
+            f"  {name:31}{found[name].memory['peak'] / MIB:10.2f}{told.peak / MIB:11.2f}{error:+8.1%}  {told.peak_phase}"
+        )
     return {
         f"peak of a step within {PEAK:.0%} of estimate's in {len(cases)} settings (worst {worst:.1%})": worst <= PEAK
     }

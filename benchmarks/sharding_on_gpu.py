@@ -74,7 +74,7 @@ def recorded(path: str) -> dict[str, bool]:
                 print(f"  {name:14} {method:6} {row['failed']}", flush=True)
             else:
                 row |= results[0] | {"tokens_per_second": sum(result["tokens_per_second"] for result in results)}
-                told = estimate(name, method=method, precision=row["precision"], strategy="fsdp", ranks=gpus, checkpointing="full",
+                told = estimate(name, method=method, precision=row["precision"], strategy="fsdp", ranks=gpus, activation_checkpointing="full",
                                 seq_len=2048)  # fmt: skip
                 row["predicted_peak"] = told.peak
                 print(f"  {name:14} {method:6}{row['tokens_per_second']:10,.0f} tokens/s  peak {row['memory']['peak'] / MIB:10,.0f} MiB"

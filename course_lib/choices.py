@@ -46,6 +46,8 @@ OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit", "sgd")
 OFFLOADS = ("none", "optimizer", "all")  # least first
 ACTIVATION_CHECKPOINTING = ("none", "selective", "full")  # least first
 ATTENTION = ("flash", "eager")
+STEPS = ("fused", "foreach", "loop")  # implementations of the optimizer's step
+DEVICES = ("cuda", "cpu")
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
 
 # Arguments that stand for one of several names
@@ -57,6 +59,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "activation_checkpointing": ACTIVATION_CHECKPOINTING,
     "attention": ATTENTION,
     "offload": OFFLOADS,
+    "step": STEPS,
+    "device": DEVICES,
     "schedule": SCHEDULES,
 }
 QUANTIZED = ("nf4", "4bit", "int4", "fp4")
@@ -80,14 +84,13 @@ def why_not(
     ranks: int = 1,
     tp: int = 1,
     pp: int = 1,
-    cp: int = 1,
 ) -> str:
     """Why no program runs these choices together, in one sentence; "" where one does.
 
     Args:
         method, optimizer, strategy, offload: keys of the tables above.
         ranks: data-parallel ranks, those that `strategy` shares the model among.
-        tp, pp, cp: ranks along the tensor, pipeline and context axis.
+        tp, pp: ranks along the tensor and the pipeline axis.
     """
     how = STRATEGIES[strategy]
     if offload not in how.offloads:
@@ -108,8 +111,10 @@ def why_not(
         # deepspeedai/Megatron-DeepSpeed issue 369
         what = strategy if how.zero_stage > 1 else f"offload={offload!r}"
         return f"DeepSpeed's pipeline takes no {what}: with pp={pp} take zero1 without offload, ddp or fsdp."
-    if method == "qlora" and max(tp, pp, cp) > 1:
-        return "bitsandbytes keeps each quantized matrix in one piece: with qlora take tp=1, pp=1 and cp=1."
+    if method == "qlora" and tp > 1:
+        return (
+            f"bitsandbytes keeps each quantized matrix in one piece, and tp={tp} would split it: with qlora take tp=1."
+        )
     return ""
 
 

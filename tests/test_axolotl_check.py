@@ -152,12 +152,12 @@ def test_who_holds_what(changes: dict, gpus: str, strategy: str, parts: tuple[in
 
 def test_memory_is_the_courses_estimate_of_that_run() -> None:
     shape = shape_of(TINY)
-    common = {"micro_batch": 2, "seq_len": 128, "micro_batches": 3, "step": "fused"}
+    common = {"micro_batch_size": 2, "seq_len": 128, "num_microbatches": 3, "step": "fused"}
     for changes, asked in (
         ({}, {"precision": "bf16", "strategy": "ddp", "ranks": 4}),
         (
             FSDP | {"gradient_checkpointing": True},
-            {"precision": "bf16-mixed", "strategy": "fsdp", "ranks": 4, "checkpointing": "full"},
+            {"precision": "bf16-mixed", "strategy": "fsdp", "ranks": 4, "activation_checkpointing": "full"},
         ),
         (LORA, {"precision": "bf16-mixed", "strategy": "ddp", "ranks": 4, "method": "lora", "lora_rank": 8}),
         (QLORA, {"precision": "bf16-mixed", "strategy": "ddp", "ranks": 4, "method": "qlora", "lora_rank": 8}),
@@ -183,7 +183,7 @@ def test_a_batch_that_the_cards_cannot_hold_and_the_largest_that_they_can() -> N
     shape = shape_of("llama-3.2-1b")
     extra = 10 * shape.vocab * shape.hidden  # tied; fp32 under sdpa: 2 more of weight, gradient and bucket, 4 of Adam
     largest = largest_micro_batch(
-        shape, 24 * 2**30 - extra, precision="bf16", strategy="ddp", ranks=2, seq_len=2048, micro_batches=1
+        shape, 24 * 2**30 - extra, precision="bf16", strategy="ddp", ranks=2, seq_len=2048, num_microbatches=1
     )
     assert report.fits is False and report.largest == largest > 0
     (error,) = report.errors

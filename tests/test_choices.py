@@ -54,7 +54,7 @@ NOT_TOGETHER = {
     ),
     "4 bits in parts": (
         {"method": "qlora", "tp": 2},
-        "bitsandbytes keeps each quantized matrix in one piece: with qlora take tp=1, pp=1 and cp=1.",
+        "bitsandbytes keeps each quantized matrix in one piece, and tp=2 would split it: with qlora take tp=1.",
     ),
 }
 

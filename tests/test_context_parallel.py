@@ -119,7 +119,7 @@ def test_a_rank_keeps_its_share_of_the_activations(run):
 
 def test_what_goes_round_is_what_the_formula_says(run):
     shape = shape_of(tiny_llama(layers=2, hidden=32, device="meta"))
-    (message,) = traffic(shape, cp=RANKS, micro_batch=2, seq_len=48, element=4)
+    (message,) = traffic(shape, cp=RANKS, micro_batch_size=2, seq_len=48, element=4)
     for rank in range(RANKS):
         log = [c for c in run.collectives if c.rank == rank]
         ends = [i for i, c in enumerate(log) if (c.kind, c.bytes) == ("all_reduce", 4)]

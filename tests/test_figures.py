@@ -458,7 +458,7 @@ def test_a_ledger_draws_each_residual_part_by_part(axes_of):
             "2 ranks and the ideal one 3",
         ),
         (lambda: pipeline.schedules({}, title="t"), "at least one schedule"),
-        (lambda: grid.rank_grid(Grid(), axis="ep"), "axis='ep': choose one of"),
+        (lambda: grid.rank_grid(Grid(), axis="ep"), "axis='ep' is no choice"),
         (lambda: grid.rank_grid(Grid(), per_node=17), "per_node=17: choose from 1 to 16"),
         (lambda: grid.rank_grid(Grid(), per_node=0), "per_node=0"),
         (lambda: grid.ring_steps(9), "ranks=9: choose from 2 to 8"),

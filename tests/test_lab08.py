@@ -133,7 +133,7 @@ def test_models_of_the_bubble_s_mistakes_are_right_without_one_and_no_two_look_a
 
 def test_the_bubbles_are_those_of_the_schedules_and_of_the_simulator():
     for case in bubble.PIPELINES:
-        schedule_name = "interleaved" if case.chunks > 1 else "1f1b"
+        schedule_name = "interleaved" if case.virtual_stages > 1 else "1f1b"
         assert float(bubble.true_bubble(case)) == pytest.approx(ideal_bubble(schedule_name, *case))
         assert bubble.simulated(case) == pytest.approx(float(bubble.true_bubble(case)))
 
@@ -180,7 +180,7 @@ def test_each_task_has_several_good_plans_and_asks_for_another_kind():
         kinds.add((best.method, best.pp > 1))
     assert len(kinds) == 3
     slow = planning.TASKS[-1]
-    everywhere = Settings("fsdp", dp=64, micro_batch=4, micro_batches=1, checkpointing="full")
+    everywhere = Settings("fsdp", dp=64, micro_batch_size=4, num_microbatches=1, activation_checkpointing="full")
     needs_the_network, need = measured(slow.question, everywhere)
     assert need.fits(slow.question)
     assert needs_the_network.step_seconds > 2 * planning.fastest(slow).step_seconds

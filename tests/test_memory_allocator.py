@@ -212,7 +212,12 @@ def test_the_constants_are_those_of_the_installed_pytorch():
     header = (Path(torch.__file__).parent / "include/c10/core/AllocatorConfig.h").read_text()
     found = dict(re.findall(r"size_t (k\w+) = (\d+);", header))
     found["kLargeBuffer"] = found.get("kLargeBuffer") or re.search(r"large_segment_size_\{(\d+)\}", header)[1]
-    ours = {"kMinBlockSize": segments.MIN_BLOCK_SIZE, "kSmallSize": segments.SMALL_SIZE,
-            "kSmallBuffer": segments.SMALL_BUFFER, "kMinLargeAlloc": segments.MIN_LARGE_ALLOC,
-            "kLargeBuffer": segments.LARGE_BUFFER, "kRoundLarge": segments.ROUND_LARGE}  # fmt: skip
+    ours = {
+        "kMinBlockSize": segments.MIN_BLOCK_SIZE,
+        "kSmallSize": segments.SMALL_SIZE,
+        "kSmallBuffer": segments.SMALL_BUFFER,
+        "kMinLargeAlloc": segments.MIN_LARGE_ALLOC,
+        "kLargeBuffer": segments.LARGE_BUFFER,
+        "kRoundLarge": segments.ROUND_LARGE,
+    }
     assert {name: found.get(name, str(value)) for name, value in ours.items()} == {k: str(v) for k, v in ours.items()}

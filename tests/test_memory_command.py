@@ -17,7 +17,7 @@ from course_tools.__main__ import main
 from course_tools.planning.memory_command import CATEGORIES, options
 
 ROOT = Path(__file__).resolve().parent.parent
-QLORA = ["memory", "--model", "llama-3.1-8b", "--method", "qlora", "--checkpointing", "full"]
+QLORA = ["memory", "--model", "llama-3.1-8b", "--method", "qlora", "--activation-checkpointing", "full"]
 
 
 def test_every_setting_of_estimate_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,17 +31,23 @@ def test_every_setting_of_estimate_is_an_option(capsys: pytest.CaptureFixture[st
 
 
 def test_json_is_the_estimate(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = {"method": "qlora", "checkpointing": "full", "micro_batch": 2, "seq_len": 1024, "lora_rank": 8}
-    argv = [*QLORA, "--micro-batch", "2", "--seq-len", "1024", "--lora-rank", "8", "--card", "rtx4090", "--json"]
+    settings = {
+        "method": "qlora",
+        "activation_checkpointing": "full",
+        "micro_batch_size": 2,
+        "seq_len": 1024,
+        "lora_rank": 8,
+    }
+    argv = [*QLORA, "--micro-batch-size", "2", "--seq-len", "1024", "--lora-rank", "8", "--card", "rtx4090", "--json"]
     assert main(argv) == 0
     told = json.loads(capsys.readouterr().out)
     need = estimate("llama-3.1-8b", **settings)
     for name, value in need.as_dict().items():
         assert told[name] == value, name
-    del settings["micro_batch"]
+    del settings["micro_batch_size"]
     assert told["card"]["fits"] is need.fits(24 * 2**30)
     assert told["card"]["largest_micro_batch"] == largest_micro_batch("llama-3.1-8b", "rtx4090", **settings)
-    settings = settings | {"micro_batch": 2}
+    settings = settings | {"micro_batch_size": 2}
     del settings["seq_len"]
     assert told["card"]["longest_sequence"] == longest_sequence("llama-3.1-8b", "rtx4090", **settings)
     assert told["settings"]["lora_rank"] == 8 and told["model"] == "llama-3.1-8b"
@@ -57,13 +63,13 @@ def test_without_a_card_nothing_is_said_of_one(capsys: pytest.CaptureFixture[str
 def test_the_table_reads_as_the_estimate(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QLORA, "--card", "a100-80gb"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    need = estimate("llama-3.1-8b", method="qlora", checkpointing="full")
+    need = estimate("llama-3.1-8b", method="qlora", activation_checkpointing="full")
     rows = {line[:30].strip(): line[30:].split() for line in lines}
-    for name, value in {name: getattr(need, name) for name in CATEGORIES}.items() | need.moments.items():
+    for name, value in {name: getattr(need, name) for name in CATEGORIES}.items() | need.phases.items():
         assert rows[name][:2] == [f"{value:,}", f"{value / 2**30:.2f}"], name
-    assert [line for line in lines if "<- peak" in line] == [line for line in lines if line.startswith(need.moment)]
+    assert [line for line in lines if "<- peak" in line] == [line for line in lines if line.startswith(need.peak_phase)]
     assert "a100-80gb (80.0 GiB): fits" in lines
-    assert "settings: method=qlora, checkpointing=full" in lines
+    assert "settings: method=qlora, activation_checkpointing=full" in lines
     assert main(["memory", "--model", "llama-3.1-8b", "--card", "24GiB"]) == 0
     told = capsys.readouterr().out
     assert "24GiB (24.0 GiB): does not fit: " in told and "largest micro-batch at this length: 0" in told
@@ -81,9 +87,15 @@ def test_a_model_can_be_widths(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--model", "llama-3.1-8bb"], "No model is called 'llama-3.1-8bb': the nearest are llama-3.1-8b, "),
         (["--model", "tiny", "--method", "qlor"], "method='qlor' is no choice: did you mean 'qlora'?"),
-        (["--model", "tiny", "--seq-len", "long"], "Argument --seq-len: invalid int value: 'long' (--help lists the options)."),
+        (
+            ["--model", "tiny", "--seq-len", "long"],
+            "Argument --seq-len: invalid int value: 'long' (--help lists the options).",
+        ),
         (["--model", "tiny", "--seq-len", "0"], "seq_len=0: give a whole number of at least 1."),
-        (["--model", "tiny", "--tensor-parallel", "3"], "tiny has 4 heads: tensor_parallel=3 does not divide them."),
+        (
+            ["--model", "tiny", "--tensor-parallel", "3"],
+            "tiny: 4 attention heads do not divide over 3 tensor-parallel ranks",
+        ),
         (["--model", "tiny", "--card", "t4"], "A t4 has no bf16: take precision='fp16-mixed', or 'fp32'."),
         (["--model", "tiny", "--card", "a101"], "No card is called 'a101': the nearest are "),
         (["--model", "tiny", "--lenght", "8"], "Unrecognized arguments: --lenght 8 (--help lists the options)."),
@@ -92,7 +104,7 @@ def test_a_model_can_be_widths(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "layers=2,hidden"], "--model hidden: give a width as name=number, or name=true for a property."),
         (["--model", "layers=2,hidden=8,heads=2"], "A shape needs layers, hidden, heads and vocab: vocab is missing."),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_sentence_and_code_2(
     argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -137,25 +137,32 @@ def test_what_dies_is_no_longer_counted():
     ],
 )
 def test_big_shapes(preset, layers, precision, checkpointing, micro_batch, seq_len):
-    shape, sizes = replace(PRESETS[preset], layers=layers), {"micro_batch": micro_batch, "seq_len": seq_len}
-    told = estimate(shape, precision=precision, checkpointing=checkpointing, step="fused", **sizes)
-    found = fake_step(shape, dtype=DTYPES[precision], checkpointing=checkpointing, **sizes)
+    shape, sizes = replace(PRESETS[preset], layers=layers), {"seq_len": seq_len}
+    told = estimate(
+        shape,
+        precision=precision,
+        activation_checkpointing=checkpointing,
+        micro_batch_size=micro_batch,
+        step="fused",
+        **sizes,
+    )
+    found = fake_step(shape, dtype=DTYPES[precision], checkpointing=checkpointing, micro_batch=micro_batch, **sizes)
     assert found.weights == told.weights
     assert found.gradients == told.gradients
     assert found.optimizer == told.optimizer
-    assert found.step == told.moments["optimizer step"]
-    peak = max(size for moment, size in told.moments.items() if moment != "optimizer step")
+    assert found.step == told.phases["optimizer step"]
+    peak = max(size for phase, size in told.phases.items() if phase != "optimizer step")
     assert peak == pytest.approx(found.peak, rel=0.01)  # 5 % are allowed; it has been less than 0.1 %
 
 
 @pytest.mark.parametrize("preset", ["llama-3.1-8b", "llama-3.1-70b"])
 def test_pytorchs_tracker_on_two_blocks(preset):
     shape = replace(PRESETS[preset], layers=2)
-    told = estimate(shape, precision="bf16", micro_batch=1, seq_len=2048, step="fused")
+    told = estimate(shape, precision="bf16", micro_batch_size=1, seq_len=2048, step="fused")
     with fake_tensors():
         model = llama(shape, dtype=torch.bfloat16)
         optimizer, batch = with_states(model), torch.zeros(1, 2048, dtype=torch.long)
         ours, theirs = count_step(model, optimizer, batch), mem_tracker_peak(model, optimizer, batch) - batch.nbytes
     assert ours.peak == theirs
-    peak = max(size for moment, size in told.moments.items() if moment != "optimizer step")
+    peak = max(size for phase, size in told.phases.items() if phase != "optimizer step")
     assert peak == pytest.approx(theirs, rel=0.01)

@@ -19,9 +19,16 @@ from course_lib.training.finetune import building
 PEAK = 0.05
 
 
-def measure(name, batch, seq_len, micro_batches, *, method, precision, optimizer, checkpointing, attention="flash"):
+def measure(
+    name, batch, seq_len, micro_batches, *, method, precision, optimizer, activation_checkpointing, attention="flash"
+):
     """Two steps of a real model, the second one measured; (the model without its wrapper, bytes by category)."""
-    how = {"method": method, "precision": precision, "activation_checkpointing": checkpointing, "attention": attention}
+    how = {
+        "method": method,
+        "precision": precision,
+        "activation_checkpointing": activation_checkpointing,
+        "attention": attention,
+    }
     if name == "tied":
         model = building.prepare(tiny_llama(layers=2, vocab=8192, tie_embeddings=True), device="cpu", **how)
     else:
@@ -51,14 +58,14 @@ def hold(name, batch, seq_len, micro_batches=1, **run):
     """Measure, and compare with the estimate."""
     model, seen = measure(name, batch, seq_len, micro_batches, **run)
     told = estimate(
-        shape_of(model), micro_batch=batch, seq_len=seq_len, micro_batches=micro_batches, device="cpu", **run
+        shape_of(model), micro_batch_size=batch, seq_len=seq_len, num_microbatches=micro_batches, device="cpu", **run
     )
     assert told.weights == seen["parameters"]
     assert told.gradients == seen["gradients"]
     assert told.optimizer == seen["optimizer_state"]
-    if run["checkpointing"] != "selective":  # what it keeps is not among autograd's saved tensors
+    if run["activation_checkpointing"] != "selective":  # what it keeps is not among autograd's saved tensors
         assert told.kept == seen["activations"]
-    assert told.peak == pytest.approx(seen["peak"], rel=PEAK), told.moments
+    assert told.peak == pytest.approx(seen["peak"], rel=PEAK), told.phases
     del model
     gc.collect()
 
@@ -72,14 +79,14 @@ METHODS, PRECISIONS = ("full", "lora", "qlora"), ("fp32", "bf16-mixed", "fp16-mi
 @pytest.mark.parametrize(("method", "precision"), product(METHODS, PRECISIONS), ids="_".join)
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_tiny_llama(method, precision, checkpointing):
-    hold("tiny", 2, 48, method=method, precision=precision, checkpointing=checkpointing, optimizer="adamw")
+    hold("tiny", 2, 48, method=method, precision=precision, activation_checkpointing=checkpointing, optimizer="adamw")
 
 
 @pytest.mark.parametrize(("method", "precision"), product(METHODS, PRECISIONS), ids="_".join)
 def test_tiny_llama_with_other_optimizers(method, precision):
     """benchmarks/memory.py has all combinations; here the optimizers meet one kind of checkpointing."""
     for optimizer in ("adamw8bit", "paged_adamw8bit", "sgd"):
-        hold("tiny", 2, 48, method=method, precision=precision, checkpointing="full", optimizer=optimizer)
+        hold("tiny", 2, 48, method=method, precision=precision, activation_checkpointing="full", optimizer=optimizer)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
@@ -91,7 +98,7 @@ def test_tiny_llama_with_the_scores_written_out(precision, checkpointing):
         128,
         method="full",
         precision=precision,
-        checkpointing=checkpointing,
+        activation_checkpointing=checkpointing,
         optimizer="sgd",
         attention="eager",
     )
@@ -99,20 +106,29 @@ def test_tiny_llama_with_the_scores_written_out(precision, checkpointing):
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_tiny_llama_over_three_micro_batches(method):
-    hold("tiny", 2, 48, 3, method=method, precision="fp32", checkpointing="none", optimizer="adamw")
+    hold("tiny", 2, 48, 3, method=method, precision="fp32", activation_checkpointing="none", optimizer="adamw")
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_tied_embedding_is_where_two_gradients_meet(precision, micro_batches):
-    hold("tied", 1, 16, micro_batches, method="full", precision=precision, checkpointing="none", optimizer="sgd")
+    hold(
+        "tied",
+        1,
+        16,
+        micro_batches,
+        method="full",
+        precision=precision,
+        activation_checkpointing="none",
+        optimizer="sgd",
+    )
 
 
 @pytest.mark.parametrize(
     ("micro_batches", "run"),
     [
-        (1, dict(method="full", optimizer="adamw", checkpointing="none")),
-        (2, dict(method="qlora", optimizer="adamw8bit", checkpointing="full")),
+        (1, dict(method="full", optimizer="adamw", activation_checkpointing="none")),
+        (2, dict(method="qlora", optimizer="adamw8bit", activation_checkpointing="full")),
     ],
     ids=["full", "qlora-8bit-checkpointed-accumulated"],
 )
@@ -123,6 +139,6 @@ def test_smollm2_which_ties_its_embedding(micro_batches, run):
 def test_a_wrong_term_would_be_seen():
     """The tolerance is narrower than the smallest mistake worth finding: one activation of a block forgotten."""
     shape = shape_of("tiny")
-    told = estimate(shape, precision="fp32", micro_batch=4, seq_len=128)
+    told = estimate(shape, precision="fp32", micro_batch_size=4, seq_len=128)
     one_of_the_mlp = 4 * 4 * 128 * shape.intermediate * shape.layers
     assert one_of_the_mlp > PEAK * told.peak

@@ -35,7 +35,7 @@ ZERO = {
 }
 FSDP = {
     "fsdp": (dict(), {}),
-    "fsdp no reshard": (dict(reshard_after_forward="no"), dict(reshard=False)),
+    "fsdp no reshard": (dict(reshard_after_forward="no"), dict(reshard_after_forward=False)),
     "fsdp bf16-mixed": (dict(precision="bf16-mixed"), dict(precision="bf16-mixed")),
     "fsdp lora": (dict(method="lora", lora_rank=5), {}),
     "fsdp lora bf16-mixed": (dict(method="lora", lora_rank=4, precision="bf16-mixed"), dict(precision="bf16-mixed")),
@@ -113,11 +113,18 @@ def test_three_real_ranks_where_rows_and_elements_do_not_divide(seen, name):
 def test_the_peak_of_a_real_step_is_the_estimates(seen, name):
     settings = (ZERO | FSDP)[name][0]
     told = estimate(
-        SHAPE, strategy=name.split()[0], ranks=2, micro_batch=2,
-        seq_len=SMALL["seq_len"], precision=settings.get("precision", "fp32"), device="cpu",
-        step="loop" if name.startswith("zero") else "fused", bucket_elements=BUCKET, reshard="no" not in name,
-    )  # fmt: skip
-    assert told.peak == pytest.approx(seen[2][0][name][0]["peak"], rel=PEAK), told.moments
+        SHAPE,
+        strategy=name.split()[0],
+        ranks=2,
+        micro_batch_size=2,
+        seq_len=SMALL["seq_len"],
+        precision=settings.get("precision", "fp32"),
+        device="cpu",
+        step="loop" if name.startswith("zero") else "fused",
+        bucket_elements=BUCKET,
+        reshard_after_forward="no" not in name,
+    )
+    assert told.peak == pytest.approx(seen[2][0][name][0]["peak"], rel=PEAK), told.phases
 
 
 @pytest.mark.parametrize(("stage", "gb"), [(2, 16.6), (3, 1.9)])
@@ -194,9 +201,12 @@ BAD = {
     "hybrid": (dict(strategy="fsdp", ranks=6, shard_ranks=4), "shard_ranks=4 does not divide 6 ranks."),
     "offload": (
         dict(strategy="ddp", offload="optimizer"),
-        "offload='optimizer' is of zero1, zero2 and zero3, not of ddp.",
+        "offload='optimizer' puts the optimizer on the host, which zero1, zero2 or zero3 can do and ddp cannot.",
     ),
-    "offload all": (dict(strategy="zero2", offload="all"), "offload='all' needs sharded parameters: zero3 or fsdp"),
+    "offload all": (
+        dict(strategy="zero2", offload="all"),
+        "offload='all' puts weights on the host, which zero3 or fsdp can do",
+    ),
     "trainable": (dict(strategy="ddp", trainable=[[True]]), "trainable has another form than units"),
 }
 

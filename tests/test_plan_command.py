@@ -22,8 +22,16 @@ GIB = 2**30
 
 def answer(method="qlora", **how):
     """What the command asks."""
-    return plan("llama-3.1-8b", "2x24GiB", global_batch=32, seq_len=2048, methods=(method,), keep=3,
-                axes=("dp", "tp", "pp"), **how)  # fmt: skip
+    return plan(
+        "llama-3.1-8b",
+        "2x24GiB",
+        global_batch=32,
+        seq_len=2048,
+        methods=(method,),
+        keep=3,
+        axes=("dp", "tp", "pp"),
+        **how,
+    )
 
 
 def test_the_table_reads_as_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +42,7 @@ def test_the_table_reads_as_the_answer(capsys: pytest.CaptureFixture[str]) -> No
     for number, one in enumerate(found.plans, 1):
         at = next(i for i, line in enumerate(lines) if line.startswith(f"{number} "))
         assert f"{one.memory_bytes / GIB:.1f}" in lines[at] and f"{one.mfu:.1%}" in lines[at]
-        assert lines[at].endswith(f"{one.days:.3g}") and f"{one.micro_batch} x {one.micro_batches}" in lines[at]
+        assert lines[at].endswith(f"{one.days:.3g}") and f"{one.micro_batch_size} x {one.num_microbatches}" in lines[at]
         assert lines[at + 1].strip() == f"limited by {one.limit}"
     refused = [line.strip() for line in lines[lines.index("did not fit") :][1:] if line.startswith("  ")]
     assert refused == [one.sentence for one in found.refused] and refused
@@ -51,7 +59,17 @@ def test_json_is_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     told, found = json.loads(_printed(capsys, [*SMALL, "--json"])), answer()
     assert len(told["plans"]) == len(found.plans)
     for given, one in zip(told["plans"], found.plans, strict=True):
-        for name in ("strategy", "method", "dp", "tp", "micro_batch", "offload", "memory_bytes", "step_seconds", "mfu"):
+        for name in (
+            "strategy",
+            "method",
+            "dp",
+            "tp",
+            "micro_batch_size",
+            "offload",
+            "memory_bytes",
+            "step_seconds",
+            "mfu",
+        ):
             assert given[name] == getattr(one, name)
         assert sum(given["parts"].values()) == pytest.approx(one.step_seconds)
         assert "accelerate" in given["targets"] or given["tp"] * given["pp"] > 1
@@ -99,7 +117,10 @@ def test_what_cannot_hold_the_model_says_by_how_much(capsys: pytest.CaptureFixtu
     ("argv", "sentence"),
     [
         (["--gpus", "2x24GiB"], "The following arguments are required: --model (--help lists the options)."),
-        (["--model", "llama-3.1-8bb", "--gpus", "2x24GiB"], "No model is called 'llama-3.1-8bb': the nearest are llama-3.1-8b"),
+        (
+            ["--model", "llama-3.1-8bb", "--gpus", "2x24GiB"],
+            "No model is called 'llama-3.1-8bb': the nearest are llama-3.1-8b",
+        ),
         (["--model", "tiny", "--gpus", "2xh1000"], "No card is called 'h1000'"),
         ([*SMALL, "--method", "qlor"], "--method='qlor' is no choice: did you mean 'qlora'?"),
         ([*SMALL, "--write", "axolotle"], "--write='axolotle' is no choice: did you mean 'axolotl'?"),
@@ -109,7 +130,7 @@ def test_what_cannot_hold_the_model_says_by_how_much(capsys: pytest.CaptureFixtu
         ([*SMALL, "--precision", "fp8"], "--precision='fp8' is no choice:"),
         ([*SMALL, "--seq", "8"], "Unrecognized arguments: --seq 8 (--help lists the options)."),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_sentence_and_code_2(
     argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

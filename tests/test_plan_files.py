@@ -20,14 +20,14 @@ from course_tools.planning.files import TARGETS, files, program_of, targets_of, 
 # Every program of the course, by a plan that it runs
 PROGRAMS = {
     "single": a_plan("single", dp=1, on="1xcpu"),
-    "qlora": a_plan("single", dp=1, on="1xcpu", method="qlora", seq_len=256, checkpointing="selective"),
+    "qlora": a_plan("single", dp=1, on="1xcpu", method="qlora", seq_len=256, activation_checkpointing="selective"),
     "ddp": a_plan("ddp"),
-    "zero": a_plan("zero3", checkpointing="full", offload="all"),
-    "fsdp": a_plan("fsdp", method="lora", checkpointing="selective"),
-    "tensor_parallel": a_plan("single", dp=1, tp=2, micro_batches=1, sequence_parallel=True),
-    "pipeline_parallel": a_plan("single", dp=1, pp=2, chunks=3, micro_batches=4),
-    "context_parallel": a_plan("ddp", dp=1, cp=2, seq_len=4096, micro_batches=1),
-    "three_d": a_plan("zero1", tp=2, pp=8, dp=4, on="8x8xcpu", micro_batches=8),
+    "zero": a_plan("zero3", activation_checkpointing="full", offload="all"),
+    "fsdp": a_plan("fsdp", method="lora", activation_checkpointing="selective"),
+    "tensor_parallel": a_plan("single", dp=1, tp=2, num_microbatches=1, sequence_parallel=True),
+    "pipeline_parallel": a_plan("single", dp=1, pp=2, virtual_stages=3, num_microbatches=4),
+    "context_parallel": a_plan("ddp", dp=1, cp=2, seq_len=4096, num_microbatches=1),
+    "three_d": a_plan("zero1", tp=2, pp=8, dp=4, on="8x8xcpu", num_microbatches=8),
 }
 
 
@@ -64,16 +64,30 @@ def test_the_grid_and_the_batch_arrive() -> None:
     assert (given["global_batch"], given["num_microbatches"], given["layers"]) == (64, 8, 8)
     assert program_of(replace(PROGRAMS["three_d"], strategy="ddp"))[1]["shard_data"] is False
     assert program_of(PROGRAMS["pipeline_parallel"])[1] == {
-        "steps": 20, "global_batch": 8, "seq_len": 32, "schedule": "interleaved", "num_microbatches": 4, "virtual_stages": 3, "layers": 6,
-    }  # fmt: skip
+        "steps": 20,
+        "global_batch": 8,
+        "seq_len": 32,
+        "schedule": "interleaved",
+        "num_microbatches": 4,
+        "virtual_stages": 3,
+        "layers": 6,
+    }
     batch = {"steps": 20, "global_batch": 8, "seq_len": 32, "gradient_accumulation_steps": 2}
     assert program_of(PROGRAMS["ddp"])[1] == batch
     assert program_of(PROGRAMS["zero"])[1] == batch | {
-        "stage": 3, "precision": "fp32", "offload": "all", "activation_checkpointing": "full",
-    }  # fmt: skip
+        "stage": 3,
+        "precision": "fp32",
+        "offload": "all",
+        "activation_checkpointing": "full",
+    }
     assert program_of(PROGRAMS["fsdp"])[1] == batch | {
-        "method": "lora", "model": "tiny", "precision": "fp32", "offload": False, "activation_checkpointing": "selective", "lora_rank": 16,
-    }  # fmt: skip
+        "method": "lora",
+        "model": "tiny",
+        "precision": "fp32",
+        "offload": False,
+        "activation_checkpointing": "selective",
+        "lora_rank": 16,
+    }
     assert program_of(PROGRAMS["context_parallel"])[1]["seq_len"] == 512  # the tiny model knows no longer ones
     real = program_of(a_plan("single", dp=1, on="rtx4090", **{k: v for k, v in LLAMA.items() if k != "on"}), model="x")
     assert real[0] == "course_lib.training.finetune.qlora" and real[1]["method"] == "full" and real[1]["model"] == "x"
@@ -90,10 +104,10 @@ def test_several_machines_meet_at_the_first(tmp_path) -> None:
 
 
 def test_what_a_program_does_not_do_stands_in_the_comment() -> None:
-    text = text_of(a_plan("ddp", checkpointing="full", **LLAMA), "torchrun")
+    text = text_of(a_plan("ddp", activation_checkpointing="full", **LLAMA), "torchrun")
     assert "# course_lib.training.data_parallel.ddp trains the course's tiny Llama" in text
     assert "# It computes in fp32 and keeps all activations, whatever the plan says." in text
-    assert "FSDP2 in the place of ZeRO-1" in text_of(PROGRAMS["three_d"], "torchrun")
+    assert "FSDP2 instead of ZeRO-1" in text_of(PROGRAMS["three_d"], "torchrun")
     assert "whatever the plan says" not in text_of(PROGRAMS["fsdp"], "torchrun")
 
 
@@ -102,7 +116,7 @@ def test_what_a_program_does_not_do_stands_in_the_comment() -> None:
 def test_deepspeed_s_json_is_sound(stage: int, offload: str) -> None:
     if offload == "all" and stage < 3:
         return
-    one = a_plan(f"zero{stage}", dp=2, micro_batch=3, micro_batches=4, offload=offload, **LLAMA)
+    one = a_plan(f"zero{stage}", dp=2, micro_batch_size=3, num_microbatches=4, offload=offload, **LLAMA)
     config = json.loads(text_of(one, "deepspeed"))
     check_config(config, ranks=2)
     assert batch_sizes(config, ranks=2) == (24, 3, 4)
@@ -119,7 +133,7 @@ def test_accelerate_s_own_loader_takes_each_kind(tmp_path) -> None:
 
     options = vars(launch_command_parser().parse_args(["script.py"]))
     for strategy, kind in {"ddp": "MULTI_GPU", "zero2": "DEEPSPEED", "fsdp": "FSDP"}.items():
-        one = a_plan(strategy, dp=16, checkpointing="full", **LLAMA | {"on": "2x8xh100-80gb"})
+        one = a_plan(strategy, dp=16, activation_checkpointing="full", **LLAMA | {"on": "2x8xh100-80gb"})
         (path,) = write(one, "accelerate", tmp_path)
         read = load_config_from_file(str(path))  # an unknown key is an error there
         assert (read.distributed_type.value, read.num_processes, read.num_machines) == (kind, 16, 2)
@@ -134,7 +148,13 @@ def test_accelerate_s_own_loader_takes_each_kind(tmp_path) -> None:
 
 def test_axolotl_s_yaml_is_the_plan() -> None:
     one = a_plan(
-        "zero2", method="qlora", micro_batches=8, checkpointing="selective", lora_rank=32, offload="optimizer", **LLAMA
+        "zero2",
+        method="qlora",
+        num_microbatches=8,
+        activation_checkpointing="selective",
+        lora_rank=32,
+        offload="optimizer",
+        **LLAMA,
     )
     found = yaml.safe_load(text_of(one, "axolotl"))
     assert (found["micro_batch_size"], found["gradient_accumulation_steps"], found["sequence_len"]) == (2, 8, 2048)
@@ -150,32 +170,70 @@ def test_axolotl_s_yaml_is_the_plan() -> None:
 
 
 def test_a_frontier_grid_trains_its_own_model_or_a_tiny_one_with_heads_enough() -> None:
-    grid = a_plan("zero1", dp=2, tp=8, pp=4, chunks=2, **LLAMA | {"on": "8x8xh100-80gb"})
+    grid = a_plan("zero1", dp=2, tp=8, pp=4, virtual_stages=2, **LLAMA | {"on": "8x8xh100-80gb"})
     module, given = program_of(grid, model="my-llama")
     assert module == "course_lib.training.three_d" and (given["dp"], given["tp"], given["pp"]) == (2, 8, 4)
     assert given["model"] == "my-llama" and "layers" not in given
-    assert "one chunk of layers a stage in the place of 2" in text_of(grid, "torchrun")
+    assert "one stage per pipeline rank instead of 2" in text_of(grid, "torchrun")
     _, tiny = program_of(grid)
     assert (tiny["heads"], tiny["kv_heads"], tiny["layers"]) == (8, 8, 8)
 
 
 # (a plan, the target that cannot, the words for why, the targets that can)
 REFUSED = [
-    (a_plan("single", dp=1, pp=2), "axolotl", "Axolotl has no pipeline parallelism, and the plan has pp=2", "torchrun can."),
+    (
+        a_plan("single", dp=1, pp=2),
+        "axolotl",
+        "Axolotl has no pipeline parallelism, and the plan has pp=2",
+        "torchrun can.",
+    ),
     (a_plan("ddp", cp=2, dp=1), "accelerate", "no context parallelism, and the plan has cp=2", "target torchrun can."),
-    (a_plan("ddp", method="qlora", **LLAMA), "torchrun", "on one device and under FSDP2, not under ddp",
-     "targets accelerate and axolotl can."),
-    (a_plan("ddp"), "deepspeed", "speaks of ZeRO's stages 1 to 3, and the plan's strategy is 'ddp'", "torchrun and accelerate"),
+    (
+        a_plan("ddp", method="qlora", **LLAMA),
+        "torchrun",
+        "on one device and under FSDP2, not under ddp",
+        "targets accelerate and axolotl can.",
+    ),
+    (
+        a_plan("ddp"),
+        "deepspeed",
+        "speaks of ZeRO's stages 1 to 3, and the plan's strategy is 'ddp'",
+        "torchrun and accelerate",
+    ),
     (a_plan("zero1"), "fsdp", "This file is FSDP2, and the plan's strategy is 'zero1'", "deepspeed can."),
-    (a_plan("fsdp", offload="optimizer"), "fsdp", "on the host together or not at all", "no target can run it."),
-    (a_plan("single", dp=1, tp=2, cp=2, on="4xcpu"), "torchrun", "joins cp=2 with tp=2 (Megatron-LM can: --tensor-model-parallel-size 2 "
-     "--context-parallel-size 2", "no target can run it."),
-    (a_plan("ddp", tp=2, dp=2, **LLAMA | {"on": "4xh100-80gb"}), "axolotl", "shards the data ranks by FSDP2", "torchrun can."),
+    (
+        a_plan("fsdp", offload="optimizer"),
+        "fsdp",
+        "offloads parameters, gradients and optimizer together or not at all",
+        "no target can run it.",
+    ),
+    (
+        a_plan("ddp", dp=1, tp=2, cp=2, on="4xcpu"),
+        "torchrun",
+        "joins cp=2 with tp=2 (Megatron-LM can: --tensor-model-parallel-size 2 --context-parallel-size 2",
+        "no target can run it.",
+    ),
+    (
+        a_plan("ddp", tp=2, dp=2, **LLAMA | {"on": "4xh100-80gb"}),
+        "axolotl",
+        "shards the data ranks by FSDP2",
+        "torchrun can.",
+    ),
     (a_plan("single", dp=1, tp=2, method="lora", **LLAMA), "axolotl", "no LoRA under tensor parallelism", "no target"),
-    (a_plan("ddp", dp=1, on="1xcpu"), "axolotl", "by its name on the hub or from a folder, and tiny has neither", "can."),
+    (
+        a_plan("ddp", dp=1, on="1xcpu"),
+        "axolotl",
+        "by its name on the hub or from a folder, and tiny has neither",
+        "can.",
+    ),
     (a_plan("ddp", dp=3, on="2x2xcpu"), "accelerate", "3 do not fill machines of 2", "no target can run it."),
-    (a_plan("fsdp", dp=2, **LLAMA | {"on": "2x24GiB"}), "axolotl", "Axolotl would not run this plan as it stands: A GPU needs", "can."),
-]  # fmt: skip
+    (
+        a_plan("fsdp", dp=2, **LLAMA | {"on": "2x24GiB"}),
+        "axolotl",
+        "Axolotl would not run this plan as it stands: A GPU needs",
+        "can.",
+    ),
+]
 
 
 @pytest.mark.parametrize(("one", "target", "why", "can"), REFUSED)

@@ -25,7 +25,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not im
 SIZES = dict(steps=2, global_batch=8, seq_len=32)
 WEIGHTS = 803_968
 TOLERANCE = 1e-5  # fp32, the order of sums alone differs; seen: 2e-7
-ACCELERATE = {"ddp": a_plan("ddp"), "zero": a_plan("zero3"), "fsdp": a_plan("fsdp", checkpointing="full")}
+ACCELERATE = {"ddp": a_plan("ddp"), "zero": a_plan("zero3"), "fsdp": a_plan("fsdp", activation_checkpointing="full")}
 
 
 def environment_of(config, monkeypatch):
@@ -94,16 +94,20 @@ def by_the_module(folder):
         torch.distributed.all_reduce(total)
         losses.append(total.item() / 2)
     return {
-        "losses": losses, "cut": all(isinstance(p, DTensor) for p in model.parameters()),
-        "local": sum(p.to_local().numel() for p in model.parameters()), "again": model.is_gradient_checkpointing,
-    }  # fmt: skip
+        "losses": losses,
+        "cut": all(isinstance(p, DTensor) for p in model.parameters()),
+        "local": sum(p.to_local().numel() for p in model.parameters()),
+        "again": model.is_gradient_checkpointing,
+    }
 
 
 @pytest.fixture(scope="module")
 def typed(tmp_path_factory):
     """The script of torchrun as a reader starts it, beside everything else: most of what it does is importing."""
     (script,) = write(
-        a_plan("single", dp=1, pp=2, micro_batches=4, micro_batch=2), "torchrun", tmp_path_factory.mktemp("torchrun")
+        a_plan("single", dp=1, pp=2, num_microbatches=4, micro_batch_size=2),
+        "torchrun",
+        tmp_path_factory.mktemp("torchrun"),
     )
     tools = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     command = Background(f"bash {script} --steps=2", PATH=tools)
@@ -124,7 +128,7 @@ def accelerate_says(tmp_path_factory):
 def results(private_tmp, tmp_path_factory, typed, accelerate_says):
     folder = tmp_path_factory.mktemp("files")
     write(a_plan("zero2", offload="optimizer"), "deepspeed", folder)
-    write(a_plan("fsdp", checkpointing="full", offload="all"), "fsdp", folder)
+    write(a_plan("fsdp", activation_checkpointing="full", offload="all"), "fsdp", folder)
     environments = {name: changed for name, (_, _, changed) in accelerate_says.items()}
     return launch(by_the_files, str(folder), environments, ranks=2, quiet=True, timeout=240).results
 

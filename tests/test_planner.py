@@ -43,23 +43,37 @@ def test_every_plan_uses_all_cards_fits_and_adds_up(home) -> None:
     assert home.searched > 500 and len(home.plans) >= 10
     for found in home.plans:
         assert found.dp * found.tp * found.pp * found.cp == 2
-        assert found.dp * found.micro_batch * found.micro_batches == 16
+        assert found.dp * found.micro_batch_size * found.num_microbatches == 16
         assert found.memory_bytes <= 24 * GIB
         assert found.step_seconds == pytest.approx(sum(found.parts.values()))
         ours = mfu(
-            "llama-3.1-8b", found.tokens_per_second, seq_len=2048, peak=machines("2x24GiB").card.peak_flops, gpus=2,
-            causal=True, frozen=found.method != "full",
-        )  # fmt: skip
+            "llama-3.1-8b",
+            found.tokens_per_second,
+            seq_len=2048,
+            peak=machines("2x24GiB").card.peak_flops,
+            gpus=2,
+            causal=True,
+            frozen=found.method != "full",
+        )
         assert found.mfu == pytest.approx(ours.value)
         assert 0.05 < found.mfu < 0.7
         assert found.days == pytest.approx(1e9 / found.tokens_per_second / 86_400)
-        if found.chunks == 1:
+        if found.virtual_stages == 1:
             assert found.memory == estimate(
-                "llama-3.1-8b", method=found.method, strategy=found.strategy, ranks=found.dp * found.cp,
-                tensor_parallel=found.tp, pipeline_parallel=found.pp, context_parallel=found.cp,
-                sequence_parallel=found.sequence_parallel, micro_batch=found.micro_batch, seq_len=2048,
-                micro_batches=found.micro_batches, checkpointing=found.checkpointing, offload=found.offload,
-            )  # fmt: skip
+                "llama-3.1-8b",
+                method=found.method,
+                strategy=found.strategy,
+                ranks=found.dp * found.cp,
+                tensor_parallel=found.tp,
+                pipeline_parallel=found.pp,
+                context_parallel=found.cp,
+                sequence_parallel=found.sequence_parallel,
+                micro_batch_size=found.micro_batch_size,
+                seq_len=2048,
+                num_microbatches=found.num_microbatches,
+                activation_checkpointing=found.activation_checkpointing,
+                offload=found.offload,
+            )
     assert {found.method for found in home.plans} == {"full", "lora", "qlora"}
     kinds = [found.kind for found in home.plans]
     assert len(set(kinds)) == len(kinds)
@@ -98,11 +112,17 @@ def test_the_best_is_the_best_of_all_settings_each_estimated(asked) -> None:
         HOME,
         FRONTIER,
         {**FRONTIER, "methods": ("lora",)},
-        {"model": "megatron-18.4b", "cluster": "32x8xa100-80gb", "global_batch": 1024, "seq_len": 2048, "attention": "eager"},
+        {
+            "model": "megatron-18.4b",
+            "cluster": "32x8xa100-80gb",
+            "global_batch": 1024,
+            "seq_len": 2048,
+            "attention": "eager",
+        },
         {"model": "gpt2", "cluster": "2xrtx3090", "global_batch": 16, "seq_len": 1024, "precision": "fp32"},
     ],
     ids=lambda asked: asked["model"],
-)  # fmt: skip
+)
 def test_bounds_are_never_above_the_estimate(asked) -> None:
     given = dict(asked)
     found = Search(question(given.pop("model"), given.pop("cluster"), **given), 1)
@@ -141,7 +161,9 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
     with pytest.raises(NoPlan, match="llama-3.1-8b cannot be trained on 1 x 24GiB") as caught:
         plan("llama-3.1-8b", "24GiB", global_batch=16, seq_len=2048, methods="full", offload="none")
     nothing, said = caught.value, str(caught.value)
-    need = estimate("llama-3.1-8b", micro_batch=1, micro_batches=16, checkpointing="full", seq_len=2048).device
+    need = estimate(
+        "llama-3.1-8b", micro_batch_size=1, num_microbatches=16, activation_checkpointing="full", seq_len=2048
+    ).device
     assert nothing.missing == need - 24 * GIB and f"{nothing.missing / GIB:,.1f} GiB too much" in said
     assert "QLoRA" in said and "such cards" in said and "a larger card" in said
     cards = next(int(one.split()[0]) for one in nothing.would if "such cards" in one)
@@ -184,7 +206,7 @@ def test_offload_has_to_fit_into_the_host() -> None:
         ({"cluster": "3x24GiB", "axes": ("dp",)}, "multiple of 3"),
         ({"cluster": "2x24GiB", "strategies": "single", "axes": ("dp",)}, "'single' is for one GPU"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_gets_one_sentence(changed, says) -> None:
     given = HOME | changed
     with pytest.raises(ValueError) as caught:

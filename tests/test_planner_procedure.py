@@ -20,9 +20,16 @@ def test_the_procedure_comes_near_the_best_and_never_passes_it(asked, record_pro
     model, cluster, batch, length = asked
     found = procedure(model, cluster, global_batch=batch, seq_len=length)
     best = plan(
-        model, cluster, global_batch=batch, seq_len=length, methods="full", strategies=("zero1", "single"), offload="none",
-        axes=("dp", "tp", "pp"), interleave=False,
-    ).best  # fmt: skip
+        model,
+        cluster,
+        global_batch=batch,
+        seq_len=length,
+        methods="full",
+        strategies=("zero1", "single"),
+        offload="none",
+        axes=("dp", "tp", "pp"),
+        interleave=False,
+    ).best
     ratio = found.plan.step_seconds / best.step_seconds
     record_property("slower by", f"{ratio - 1:.1%}")
     assert 1 - ALIKE <= ratio < 1.3
@@ -42,7 +49,10 @@ def test_its_steps_are_those_of_the_talk() -> None:
     assert {one.plan.dp for one in second.tried} == {first.tried[-1].plan.dp}, "TP against PP at the same DP"
     third = found.steps[2]
     assert {one.plan.grid for one in third.tried} == {second.best.plan.grid}
-    assert any("Checkpointing" in step.what and step.tried[0].plan.checkpointing == "full" for step in found.steps[3:])
+    assert any(
+        "Checkpointing" in step.what and step.tried[0].plan.activation_checkpointing == "full"
+        for step in found.steps[3:]
+    )
     rates = [step.best.tokens_per_second for step in found.steps if step.best]
     assert rates == sorted(rates), "the best so far never gets worse"
     assert found.plan.tokens_per_second == rates[-1]

@@ -15,13 +15,20 @@ from course_tools.planning.cases import CASES
 
 TABLE = Path(__file__).parent / "published" / "closed_form.csv"
 with TABLE.open(newline="", encoding="utf-8") as lines:
-    ROWS = {row["id"]: (json.loads(row["inputs"]), float(row["expected"]))
-            for row in csv.DictReader(lines) if row["kind"] in ("hardware_util", "mfu", "mfu_from_tflops", "hw_util")}  # fmt: skip
+    ROWS = {
+        row["id"]: (json.loads(row["inputs"]), float(row["expected"]))
+        for row in csv.DictReader(lines)
+        if row["kind"] in ("hardware_util", "mfu", "mfu_from_tflops", "hw_util")
+    }
 NAMES = {
-    "kor_mfu_22B": "korthikanti-22b", "kor_mfu_175B": "korthikanti-175b", "kor_mfu_530B": "korthikanti-530b",
-    "kor_mfu_1T": "korthikanti-1t", "mega_util_1008.0": "megatron-1008b", "fsdp_175b_b1": "fsdp-175b-1",
+    "kor_mfu_22B": "korthikanti-22b",
+    "kor_mfu_175B": "korthikanti-175b",
+    "kor_mfu_530B": "korthikanti-530b",
+    "kor_mfu_1T": "korthikanti-1t",
+    "mega_util_1008.0": "megatron-1008b",
+    "fsdp_175b_b1": "fsdp-175b-1",
     "fsdp_175b_b2": "fsdp-175b-2",
-}  # fmt: skip
+}
 
 
 FITTING = ("Nothing is wrong", "4 = 4, and there are 8 GPUs, so half of them", "= 16 GPUs are needed, and there are 8")
@@ -52,7 +59,7 @@ def test_a_case_asks_what_the_published_row_says(row: str) -> None:
         assert (case.grid.dp, case.grid.cp) == (given["dp"], given["cp"])
         assert case.global_batch == given["dp"] * given["batch_per_dp"]
     if "micro_batch" in given:
-        assert case.fixed["micro_batch"] == given["micro_batch"]
+        assert case.fixed["micro_batch_size"] == given["micro_batch"]
     assert case.question().machines.card.peak_flops == given["peak_tflops"] * 1e12
 
 
@@ -89,11 +96,11 @@ def test_the_talks_175b_row_takes_half_of_its_cards() -> None:
     row = {"global_batch": 1536, "seq_len": 2048, "strategy": "zero1", "dp": 2, "pp": 49, "tp": 2}
     verdict = check_settings("gpt3-175b", "49x8xa100-40gb", **row)
     assert verdict.fits and len(verdict.wrong) == 1
-    assert "2 x 2 x 49 = 196, and there are 392 GPUs, so half of them would have nothing to do" in verdict.wrong[0]
+    assert "49 x 2 x 2 = 196, and there are 392 GPUs, so half of them would have nothing to do" in verdict.wrong[0]
     # the repository of those who trained it has TP 4 in the name of the script
     assert {found.grid for found in verdict.would} == {Grid(dp=2, tp=4, pp=49), Grid(dp=4, tp=2, pp=49)}
     assert all(found.gpus == 392 and found.memory_bytes <= 40 * 2**30 for found in verdict.would)
-    assert "DP 2 x TP 4 x PP 49" in str(verdict)
+    assert "PP 49 x DP 2 x TP 4" in str(verdict)
     assert not check_settings("gpt3-175b", "49x8xa100-40gb", **row | {"tp": 4}).wrong
 
 
@@ -103,7 +110,7 @@ def test_the_talks_175b_row_takes_half_of_its_cards() -> None:
         ({}, "Nothing is wrong"),
         ({"dp": 4}, "4 = 4, and there are 8 GPUs, so half of them"),
         ({"dp": 16}, "= 16 GPUs are needed, and there are 8"),
-        ({"tp": 3, "dp": 1}, "32 heads, which TP 3 does not divide"),
+        ({"tp": 3, "dp": 1}, "32 attention heads do not divide over 3"),
         ({"tp": 16, "dp": 1}, "leaves the node of 8 GPUs"),
         ({"pp": 64, "dp": 1}, "32 layers, too few for PP 64"),
         ({"dp": 5}, "global_batch=64 does not divide by DP 5"),
@@ -111,10 +118,10 @@ def test_the_talks_175b_row_takes_half_of_its_cards() -> None:
         ({"dp": 4, "pp": 2, "offload": "optimizer"}, "takes no offload='optimizer'"),
         ({"strategy": "single"}, "for one data-parallel rank"),
         ({"dp": 1, "tp": 8}, "take strategy='single'"),
-        ({"method": "qlora", "tp": 2, "dp": 4}, "keeps each matrix in one piece"),
+        ({"method": "qlora", "tp": 2, "dp": 4}, "keeps each quantized matrix in one piece"),
         ({"cp": 3, "dp": 1}, "does not divide by CP 3"),
     ],
-)  # fmt: skip
+)
 def test_a_configuration_is_told_what_is_wrong_with_it(changed, says) -> None:
     row = {"global_batch": 64, "seq_len": 2048, "strategy": "zero1", "dp": 8} | changed
     verdict = check_settings("llama-3.1-8b", "8x80GiB", **row)
@@ -133,8 +140,8 @@ def test_bad_settings_are_bad_input() -> None:
     for changed, says in (
         ({"strategy": "zero4"}, "strategy='zero4'"),
         ({"dp": 0}, "dp=0"),
-        ({"micro_batch": 3}, "micro_batch=3: a rank has 8 sequences"),
-        ({"chunks": 2}, "chunks must fill"),
+        ({"micro_batch_size": 3}, "micro_batch_size=3: a rank has 8 sequences"),
+        ({"virtual_stages": 2}, "virtual stages must divide"),
         ({"colour": 1}, "no choice"),
     ):
         with pytest.raises(ValueError, match=says):

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from course_lib.parallel.schedules import SCHEDULES, Action, ideal_bubble, orders
+from course_lib.choices import SCHEDULES
+from course_lib.parallel.schedules import Action, ideal_bubble, orders
 from course_lib.parallel.simulate import peak_held, simulate, timeline
 
 CASES = [
@@ -75,8 +76,10 @@ def test_ranks_hold_as_many_micro_batches_as_the_papers_say(schedule, stages, mi
 
 def test_orders_are_those_of_the_papers_figures():
     assert [short(order) for order in orders("1f1b", 3, 4)] == [
-        "F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3",
-    ]  # fmt: skip
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
     assert short(orders("gpipe", 2, 3)[1]) == "F0 F1 F2 B0 B1 B2"
     assert short(orders("naive", 2, 2)[0]) == "F0 B0 F1 B1"
     assert [short(order) for order in orders("interleaved", 2, 4, 2)] == [
@@ -84,8 +87,9 @@ def test_orders_are_those_of_the_papers_figures():
         "F0 F1 F0' B0' F1' B1' F2 B0 F3 B1 F2' B2' F3' B3' B2 B3",
     ]
     assert [short(order) for order in orders("zero_bubble", 2, 3)] == [
-        "F0 F1 B0 W0 F2 B1 W1 B2 W2", "F0 B0 F1 B1 W0 F2 B2 W1 W2",
-    ]  # fmt: skip
+        "F0 F1 B0 W0 F2 B1 W1 B2 W2",
+        "F0 B0 F1 B1 W0 F2 B2 W1 W2",
+    ]
 
 
 def test_times_add_up_by_hand():
@@ -139,7 +143,7 @@ SPLIT = orders("zero_bubble", 2, 3)
         ([[("F", -1)]], "is no action"),
         ([], "There is nothing to run"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_named(made, said):
     with pytest.raises(ValueError, match=said):
         simulate(made)
@@ -152,10 +156,10 @@ def test_a_mistake_is_named(made, said):
         (lambda: orders("Zero-Bubble", 4, 8), "did you mean 'zero_bubble'"),
         (lambda: ideal_bubble("dualpipe9", 4, 8), "Choose one of naive, gpipe, 1f1b, interleaved, zero_bubble"),
         (lambda: orders("gpipe", 0, 8), "stages=0"),
-        (lambda: orders("gpipe", 4, 0), "micro_batches=0"),
+        (lambda: orders("gpipe", 4, 0), "num_microbatches=0"),
         (lambda: orders("gpipe", 4, 8, 2), "take schedule='interleaved'"),
         (lambda: orders("interleaved", 4, 8), "give at least 2"),
-        (lambda: orders("interleaved", 4, 9, 2), "no multiple of 4 stages.*take 12"),
+        (lambda: orders("interleaved", 4, 9, 2), "not a multiple of the 4 ranks.*take 12"),
         (lambda: simulate(GOOD, forward=-1.0), "forward=-1.0: give seconds"),
         (lambda: timeline([]), "There are no events"),
     ],

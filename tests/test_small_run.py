@@ -12,21 +12,50 @@ from course_tools.planning.files import program_of
 
 TOLERANCE = 1e-5  # fp32, the order of sums alone differs; seen: 1e-7
 HUGE = a_plan(
-    "zero1", model="llama-3.1-405b", on="2048x8xh100-80gb", dp=128, tp=8, pp=16, micro_batch=1, micro_batches=16, chunks=4,
-    sequence_parallel=True, checkpointing="selective", seq_len=8192, precision="bf16-mixed",
-)  # fmt: skip
+    "zero1",
+    model="llama-3.1-405b",
+    on="2048x8xh100-80gb",
+    dp=128,
+    tp=8,
+    pp=16,
+    micro_batch_size=1,
+    num_microbatches=16,
+    virtual_stages=4,
+    sequence_parallel=True,
+    activation_checkpointing="selective",
+    seq_len=8192,
+    precision="bf16-mixed",
+)
 
 # The wrapper on each rank, by the plan: (plan, the most ranks, wrapper, grid)
 FULL = {
     "three_d": (HUGE, 4, "LlamaStage", dict(pp=2, tp=2)),
-    "fsdp": (a_plan("fsdp", dp=64, on="8x8xh100-80gb", model="llama-3.1-8b", precision="bf16-mixed"), None,
-             "FSDPLlamaForCausalLM", dict(dp=2)),
-    "ddp": (a_plan("ddp", dp=4, on="4xrtx4090", model="qwen3-0.6b", micro_batches=1), 4, "DistributedDataParallel", dict(dp=4)),
-    "pipeline_parallel": (a_plan("single", dp=1, pp=8, chunks=3, micro_batches=16, on="8xh100-80gb"), None,
-                 "ScheduleInterleaved1F1B", dict(pp=2)),
-    "context_parallel": (a_plan("ddp", dp=1, cp=8, on="8xh100-80gb", seq_len=131072), None, "LlamaForCausalLM", dict(cp=2)),
+    "fsdp": (
+        a_plan("fsdp", dp=64, on="8x8xh100-80gb", model="llama-3.1-8b", precision="bf16-mixed"),
+        None,
+        "FSDPLlamaForCausalLM",
+        dict(dp=2),
+    ),
+    "ddp": (
+        a_plan("ddp", dp=4, on="4xrtx4090", model="qwen3-0.6b", num_microbatches=1),
+        4,
+        "DistributedDataParallel",
+        dict(dp=4),
+    ),
+    "pipeline_parallel": (
+        a_plan("single", dp=1, pp=8, virtual_stages=3, num_microbatches=16, on="8xh100-80gb"),
+        None,
+        "ScheduleInterleaved1F1B",
+        dict(pp=2),
+    ),
+    "context_parallel": (
+        a_plan("ddp", dp=1, cp=8, on="8xh100-80gb", seq_len=131072),
+        None,
+        "LlamaForCausalLM",
+        dict(cp=2),
+    ),
     "single": (a_plan("zero3", dp=16, on="2x8xh100-80gb", offload="all"), 1, "LlamaForCausalLM", {}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +84,23 @@ def test_the_sentence_says_what_was_shrunk_and_what_is_unlike(runs):
     said = runs["three_d"].sentence
     assert said.startswith("Full training by ZeRO-1 ran on 4 CPU ranks (TP 2 x PP 2) with ")
     for words in (
-        "llama-3.1-405b to the tiny Llama", "bf16-mixed to fp32", "DP 128 x TP 8 x PP 16 to TP 2 x PP 2",
-        "4 chunks of layers a stage to 1", "2,048 sequences of 8,192 tokens a step to 8 of 32",
-        "keeps all activations", "FSDP2 in the place of ZeRO-1",
-    ):  # fmt: skip
+        "llama-3.1-405b to the tiny Llama",
+        "bf16-mixed to fp32",
+        "DP 128 x TP 8 x PP 16 to TP 2 x PP 2",
+        "4 virtual stages per rank to 1",
+        "2,048 sequences of 8,192 tokens a step to 8 of 32",
+        "keeps all activations",
+        "FSDP2 instead of ZeRO-1",
+    ):
         assert words in said
     assert "Unlike the plan" not in runs["fsdp"].sentence
 
 
 def test_shrinking():
     small = small_run.shrunk(HUGE)
-    assert (small.dp, small.tp, small.pp, small.gpus, small.machines.cpu, small.chunks) == (2, 2, 2, 8, True, 1)
-    assert small.global_batch == small.dp * small.micro_batch * small.micro_batches == 8
-    assert (small.strategy, small.checkpointing, small.sequence_parallel) == ("zero1", "selective", True)
+    assert (small.dp, small.tp, small.pp, small.gpus, small.machines.cpu, small.virtual_stages) == (2, 2, 2, 8, True, 1)
+    assert small.global_batch == small.dp * small.micro_batch_size * small.num_microbatches == 8
+    assert (small.strategy, small.activation_checkpointing, small.sequence_parallel) == ("zero1", "selective", True)
     assert small_run.shrunk(HUGE, 2).grid.tp == 2 and small_run.shrunk(HUGE, 2).gpus == 2
     assert small_run.shrunk(a_plan("fsdp", dp=2), 8).dp == 2  # no more than the plan has
     assert small_run.shrunk(a_plan("fsdp", dp=6, on="8xcpu"), 8).dp == 4
@@ -76,7 +109,7 @@ def test_shrinking():
     for ranks in range(1, 9):
         for one in (HUGE, joined, *(case[0] for case in FULL.values())):
             less = small_run.shrunk(one, ranks)
-            assert less.gpus <= ranks and less.global_batch == less.dp * less.micro_batch * less.micro_batches
+            assert less.gpus <= ranks and less.global_batch == less.dp * less.micro_batch_size * less.num_microbatches
             assert program_of(less)
 
 
@@ -97,7 +130,9 @@ def test_adapters_train_by_the_course_s_programs(private_tmp):
 @pytest.mark.skipif(importlib.util.find_spec("axolotl") is None, reason="Axolotl is not installed")
 def test_adapters_under_ddp_and_zero_train_by_axolotl_s_yaml(private_tmp):
     """The YAML of plan_files, in Axolotl's own trainer."""
-    one = a_plan("zero1", method="qlora", offload="optimizer", checkpointing="selective", lora_rank=4, **LLAMA)
+    one = a_plan(
+        "zero1", method="qlora", offload="optimizer", activation_checkpointing="selective", lora_rank=4, **LLAMA
+    )
     result = small_run.run(one, steps=2)
     assert result.program == "axolotl.cli.train" and len(result.losses) == 2 and result.losses[1] < result.losses[0]
     for held in (outcome.extra for outcome in result.outcomes):
@@ -113,10 +148,10 @@ def test_zero_is_deepspeed_s_engine(private_tmp, oracle):
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed")
     result = small_run.run(
-        a_plan("zero2", dp=16, on="2x8xh100-80gb", offload="optimizer", checkpointing="full"), steps=2
+        a_plan("zero2", dp=16, on="2x8xh100-80gb", offload="optimizer", activation_checkpointing="full"), steps=2
     )
     assert {(o.wrapper, o.extra["stage"]) for o in result.outcomes} == {("DeepSpeedEngine", 2)}
-    assert result.arguments["offload"] == "optimizer" and result.arguments["checkpointing"] == "full"
+    assert result.arguments["offload"] == "optimizer" and result.arguments["activation_checkpointing"] == "full"
     assert max(abs(a / b - 1) for a, b in zip(result.losses, oracle, strict=True)) < TOLERANCE
 
 

@@ -119,7 +119,7 @@ def told(sequence_parallel, layers=4, vocab_parallel=True):
     messages = formula(
         shape,
         tp=2,
-        micro_batch=BATCH,
+        micro_batch_size=BATCH,
         seq_len=TOKENS,
         element=4,
         sequence_parallel=sequence_parallel,

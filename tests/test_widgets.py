@@ -62,7 +62,7 @@ def test_the_slider_steps_the_ring():
         (lambda: grid_explorer(gpus=2), "The explorer has no 'gpus': it has model, dp"),
         (lambda: explorer.answer(pp=128), "80 layers"),
         (lambda: explorer.answer(cp=3), "seq_len=8192 does not divide over cp=3"),
-        (lambda: explorer.answer(tp=3), "tp=3"),
+        (lambda: explorer.answer(tp=3), "over 3 tensor-parallel ranks"),
         (lambda: explorer.answer(outer="string"), "string"),
     ],
 )
@@ -80,7 +80,7 @@ def cells(widget):
 def test_traffic_is_summed_over_a_step_and_timed_on_the_link_that_the_axis_uses():
     shape = shape_of("llama-3.1-8b")
     grid = Grid(dp=2, pp=2, tp=4, cp=2)
-    found = {one.axis: one for one in axis_traffic(shape, grid, micro_batches=8, seq_len=4096, strategy="ddp")}
+    found = {one.axis: one for one in axis_traffic(shape, grid, num_microbatches=8, seq_len=4096, strategy="ddp")}
     assert list(found) == ["tp", "cp", "pp", "dp"]
     sizes = {axis: (one.ranks, one.nodes) for axis, one in found.items()}
     assert sizes == {"tp": (4, 1), "cp": (2, 1), "pp": (2, 2), "dp": (4, 2)}
@@ -92,7 +92,7 @@ def test_traffic_is_summed_over_a_step_and_timed_on_the_link_that_the_axis_uses(
     )  # once, however many micro-batches
     assert found["dp"].seconds == pytest.approx(2 * 3 / 4 * found["dp"].payload / 50e9, rel=1e-3)
     assert found["pp"].seconds == pytest.approx(found["pp"].payload / 50e9, rel=0.05)
-    twice = {one.axis: one for one in axis_traffic(shape, grid, micro_batches=16, seq_len=4096, strategy="ddp")}
+    twice = {one.axis: one for one in axis_traffic(shape, grid, num_microbatches=16, seq_len=4096, strategy="ddp")}
     assert [twice[axis].payload / found[axis].payload for axis in found] == [2, 2, 2, 1]
     assert axis_traffic(shape, Grid()) == []
 

@@ -16,7 +16,7 @@ class Rung:
     """A method to try. `sharded`: the ranks share out all states (ZeRO-3), which takes at least two."""
 
     method: str
-    checkpointing: str
+    activation_checkpointing: str
     sharded: bool
 
 
@@ -31,7 +31,7 @@ LADDER: tuple[Rung, ...] = (
     Rung("qlora", "full", sharded=False),
     Rung("qlora", "full", sharded=True),
 )
-KEYS = ("method", "checkpointing", "strategy", "ranks", "precision", "seq_len")
+KEYS = ("method", "activation_checkpointing", "strategy", "ranks", "precision", "seq_len")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def settings(rung: Rung, machine: Machine) -> dict[str, Any] | None:
         return None
     strategy = "zero3" if rung.sharded else "ddp" if machine.gpus > 1 else "single"
     precision = "bf16-mixed" if card(machine.card).bf16 else "fp16-mixed"
-    kinds = {"method": rung.method, "checkpointing": rung.checkpointing, "strategy": strategy}
+    kinds = {"method": rung.method, "activation_checkpointing": rung.activation_checkpointing, "strategy": strategy}
     return kinds | {"ranks": machine.gpus, "precision": precision, "seq_len": machine.seq_len}
 
 
@@ -149,7 +149,7 @@ def _right(machine: Machine, on: Card, chosen: dict[str, Any], best: dict[str, A
 
 
 def _named(chosen: Mapping[str, Any]) -> str:
-    kind = chosen["checkpointing"]
+    kind = chosen["activation_checkpointing"]
     checkpointing = {"full": " with checkpointing", "none": ""}.get(kind, f" with {kind} checkpointing")
     return f"{chosen['method']}{checkpointing}{' and ZeRO-3' if chosen['strategy'] == 'zero3' else ''}"
 
@@ -160,4 +160,4 @@ def _numbers(machine: Machine, asked: Mapping[str, Any]) -> str:
 
 
 def _of(found: Breakdown) -> str:
-    return found.moment if found.moment.startswith("optimizer") else f"moment '{found.moment}'"
+    return found.peak_phase if found.peak_phase.startswith("optimizer") else f"phase '{found.peak_phase}'"

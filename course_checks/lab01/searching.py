@@ -65,7 +65,7 @@ def largest_micro_batch(search: Callable[..., Any]) -> str:
         most = max(most, len(machine.asked))
     t4 = card("t4")
     machine = Machine(
-        lambda batch: estimate("smollm2-135m", precision="fp16-mixed", micro_batch=batch, seq_len=512, card=t4).fits(t4.memory),
+        lambda batch: estimate("smollm2-135m", precision="fp16-mixed", micro_batch_size=batch, seq_len=512, card=t4).fits(t4.memory),
         4096, "SmolLM2-135M on a T4",
     )  # fmt: skip
     real = returned(search(machine.fits, 4096), int, "the largest batch")

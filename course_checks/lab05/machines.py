@@ -80,9 +80,9 @@ def gpu_bytes(machine: Machine, setting: Setting) -> int:
         strategy=f"zero{stage}",
         offload=offload,
         ranks=machine.gpus,
-        micro_batches=machine.micro_batches,
+        num_microbatches=machine.micro_batches,
         precision="bf16-mixed" if card(machine.card).bf16 else "fp16-mixed",
-        checkpointing="full",
+        activation_checkpointing="full",
     ).device
 
 

@@ -142,20 +142,20 @@ def _settings(value: Any, task: Task) -> Settings:
     if pp > shape.layers:
         raise NotYet(f"{task.name}: {pp} stages for {shape.layers} layers")
     return Settings(
-        value["strategy"], value["method"], dp, tp, pp, sequence_parallel=tp > 1, micro_batch=micro_batch,
-        micro_batches=task.global_batch // (dp * micro_batch), checkpointing=value["checkpointing"],
+        value["strategy"], value["method"], dp, tp, pp, sequence_parallel=tp > 1, micro_batch_size=micro_batch,
+        num_microbatches=task.global_batch // (dp * micro_batch), activation_checkpointing=value["checkpointing"],
         precision=task.question.precision,
     )  # fmt: skip
 
 
 def _measured(task: Task, chosen: Settings) -> tuple[Plan, Needs]:
-    from course_lib.memory import estimate
-    from course_tools.planning.fit import estimate_arguments
+    from course_lib.memory.estimate import breakdown_of
+    from course_tools.planning.fit import run_settings
     from course_tools.planning.search import measured
 
     asked = task.question
     try:  # a choice that means nothing: the memory model has the sentence
-        estimate(asked.shape, **estimate_arguments(asked, chosen))
+        breakdown_of(asked.shape, run_settings(asked, chosen))
     except ValueError as error:
         raise NotYet(f"{task.name}: {error}") from None
     return measured(asked, chosen)
@@ -185,13 +185,13 @@ def _too_slow(task: Task, mine: Plan, best: Plan) -> str:
     on, chosen = task.machines, mine
     between = f", over {on.outer.name}" if on.nodes > 1 else ""
     why = {
-        "recomputation": f"{chosen.checkpointing} checkpointing computes what there is room to keep, or what fewer states would "
+        "recomputation": f"{chosen.activation_checkpointing} checkpointing computes what there is room to keep, or what fewer states would "
         "make room for",
         "data parallelism": f"{chosen.strategy} with dp={chosen.dp} moves weights and gradients too often or too far{between}: lay the "
         "axis that sends the least across machines, and shard no more than the memory asks for",
         "tensor parallelism": f"tp={chosen.tp} sends activations several times in each layer: take no more of it than the memory "
         "asks for",
-        "pipeline bubble": f"{chosen.pp} stages with {chosen.micro_batches} micro-batches leave ranks idle: smaller micro-batches, "
+        "pipeline bubble": f"{chosen.pp} stages with {chosen.num_microbatches} micro-batches leave ranks idle: smaller micro-batches, "
         "fewer data-parallel ranks, or fewer stages",
         "uneven stages": f"{chosen.pp} stages do not share the layers and the output layer out evenly",
         "pipeline sends": f"{chosen.pp} stages send activations between machines",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from course_lib.choices import AXES, AXIS_NAMES
 from course_lib.figures.style import (
     GROUP_COLOURS,
     HATCHES,
@@ -16,7 +17,7 @@ from course_lib.figures.style import (
     picture,
     require,
 )
-from course_lib.parallel.grid import AXES, NAMES, Grid
+from course_lib.parallel.grid import Grid
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,7 +74,7 @@ def rank_grid(grid: Grid, *, axis: str = "tp", per_node: int = 8, title: str = "
         f"{_letters(i)}: ranks {', '.join(map(str, group[:8]))}{', …' if len(group) > 8 else ''}"
         for i, group in enumerate(groups[:4])
     )
-    count = f"{len(groups)} {NAMES[axis]}-parallel group{'s' * (len(groups) > 1)} of {len(groups[0])}"
+    count = f"{len(groups)} {AXIS_NAMES[axis]}-parallel group{'s' * (len(groups) > 1)} of {len(groups[0])}"
     return picture(
         figure,
         f"{ranks}, on {nodes} machine{'s' * (nodes > 1)} of {per_node}{left_out}, coloured by {count}: {examples}"
@@ -85,7 +86,7 @@ def _reach(grid: Grid, axis: str, per_node: int) -> str:
     width, nodes = getattr(grid, axis), grid.nodes(axis, per_node)
     where = "inside a machine" if nodes == 1 else f"across {nodes} machines"
     groups = grid.size // width
-    return f"{axis} ({NAMES[axis]}): {groups} group{'s' * (groups > 1)} of {width}, {where}"
+    return f"{axis} ({AXIS_NAMES[axis]}): {groups} group{'s' * (groups > 1)} of {width}, {where}"
 
 
 def _letters(number: int) -> str:

@@ -70,7 +70,7 @@ def memory_over_time(
 def against_card(needs: Mapping[str, Any], *, card: int, card_name: str, title: str) -> Picture:
     """One stacked bar per need, and the card's memory as a line.
 
-    A bar's parts are not all there at one time: the black mark is the peak, at its worst moment.
+    A bar's parts are not all there at one time: the black mark is the peak, in the worst phase of the step.
 
     Args:
         needs: name -> Breakdown.
@@ -93,7 +93,7 @@ def against_card(needs: Mapping[str, Any], *, card: int, card_name: str, title: 
     axis.set_yticks(places, list(needs))
     axis.set(xlabel="GiB", title=title, xlim=(0, 1.06 * max(*ends, card / GIB)))
     legend_below(figure)
-    peaks = "; ".join(f"{name}: peak {need.peak / GIB:.1f} GiB, {need.moment}" for name, need in needs.items())
+    peaks = "; ".join(f"{name}: peak {need.peak / GIB:.1f} GiB, {need.peak_phase}" for name, need in needs.items())
     return picture(figure, f"{title}, against {card_name} of {card / GIB:.1f} GiB: {peaks}.")
 
 

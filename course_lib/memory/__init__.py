@@ -8,10 +8,23 @@ from course_lib.memory.fitting import largest_micro_batch, longest_sequence, met
 from course_lib.memory.presets import PRESETS, shape_of
 from course_lib.memory.shapes import Shape
 from course_lib.memory.states import state_bytes
-from course_lib.memory.training_time import training_days
 from course_lib.memory.utilization import hfu, mfu
 
 __all__ = [
-    "CARDS", "PRESETS", "Breakdown", "Card", "Shape", "card", "estimate", "flops_per_token", "hfu", "largest_micro_batch",
-    "longest_sequence", "methods_that_fit", "mfu", "parameter_counts", "shape_of", "state_bytes", "training_days",
-]  # fmt: skip
+    "CARDS",
+    "PRESETS",
+    "Breakdown",
+    "Card",
+    "Shape",
+    "card",
+    "estimate",
+    "flops_per_token",
+    "hfu",
+    "largest_micro_batch",
+    "longest_sequence",
+    "methods_that_fit",
+    "mfu",
+    "parameter_counts",
+    "shape_of",
+    "state_bytes",
+]

@@ -15,10 +15,44 @@ from functools import lru_cache
 from course_lib.memory.tape import Size, Tape, Tensor
 
 SYMBOLS = (
-    "N", "Nh", "Na", "Nk", "Nm", "NH", "NK", "NV", "Nr", "NS", "Wq", "Wk", "Wv", "Wo", "Wg", "Wu", "Wd", "Wh",
-    "Lq", "Lk", "Lv", "Lo", "Lg", "Lu", "Ld", "h", "d", "one",
-)  # fmt: skip
-WIDTH = {"q": ("Nh", "Na"), "k": ("Nh", "Nk"), "v": ("Nh", "Nk"), "o": ("Na", "Nh"), "g": ("Nh", "Nm"), "u": ("Nh", "Nm"), "d": ("Nm", "Nh")}  # fmt: skip
+    "N",
+    "Nh",
+    "Na",
+    "Nk",
+    "Nm",
+    "NH",
+    "NK",
+    "NV",
+    "Nr",
+    "NS",
+    "Wq",
+    "Wk",
+    "Wv",
+    "Wo",
+    "Wg",
+    "Wu",
+    "Wd",
+    "Wh",
+    "Lq",
+    "Lk",
+    "Lv",
+    "Lo",
+    "Lg",
+    "Lu",
+    "Ld",
+    "h",
+    "d",
+    "one",
+)
+WIDTH = {
+    "q": ("Nh", "Na"),
+    "k": ("Nh", "Nk"),
+    "v": ("Nh", "Nk"),
+    "o": ("Na", "Nh"),
+    "g": ("Nh", "Nm"),
+    "u": ("Nh", "Nm"),
+    "d": ("Nm", "Nh"),
+}
 
 
 @dataclass(frozen=True)
@@ -79,11 +113,14 @@ class _Writer:
         normed = self.op("normalise", [wide, rstd], symbol, 4, saved=[wide, rstd], backward_temporary={symbol: 4})
         normed = self.cast(normed, symbol, each)
         return self.op(
-            "scale", [normed], symbol, each,
+            "scale",
+            [normed],
+            symbol,
+            each,
             saved=[normed] if train else [],
             weight_grad={weight: self.n.stored} if train else {},
             backward_temporary={symbol: each} if train else {},
-        )  # fmt: skip
+        )
 
     def linear(self, x: Tensor, which: str) -> Tensor:
         n, (wide_in, wide_out) = self.n, WIDTH[which]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 SEGMENT = 2 * 2**20  # the caching allocator asks the driver for multiples of 2 MiB
@@ -45,8 +45,8 @@ class Breakdown:
         logits: the most that logits, their fp32 copy and their gradients take at one time.
         buffers: DDP's and ZeRO's buckets, gathered FSDP units and their unsharded gradients, autocast's weight copies.
         kept: all that autograd keeps at the moment of the loss (activations, log-probabilities, weight copies).
-        peak: of the worst moment; `moment` names it. Not the sum of the above: they are not all there at one time.
-        moments: bytes at each moment of a step that can be the worst.
+        peak: of the worst phase of the step; `peak_phase` names it. Not the sum of the above: they are not all there at one time.
+        phases: bytes at each phase of a step that can be the worst.
         num_parameters, num_trainable: of the whole model, adapters included.
         cuda_context: bytes that CUDA itself takes, which PyTorch does not count.
     """
@@ -59,8 +59,8 @@ class Breakdown:
     buffers: int
     kept: int
     peak: int
-    moment: str
-    moments: dict[str, int]
+    peak_phase: str
+    phases: dict[str, int]
     num_parameters: int
     num_trainable: int
     cuda_context: int = CUDA_CONTEXT
@@ -98,9 +98,4 @@ class Breakdown:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: every field in bytes, `reserved` as low, expected and high."""
-        names = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "kept", "peak", "moment",
-                 "moments", "num_parameters", "num_trainable", "cuda_context", "resident", "device")  # fmt: skip
-        spread = self.reserved
-        return {name: getattr(self, name) for name in names} | {
-            "reserved": {"low": spread.low, "expected": spread.expected, "high": spread.high}
-        }
+        return asdict(self) | {"resident": self.resident, "device": self.device, "reserved": asdict(self.reserved)}

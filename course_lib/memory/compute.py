@@ -98,24 +98,3 @@ def weights_counted(shape: Shape, counted: str) -> tuple[int, int]:
     blocks = shape.layers * shape.block_parameters
     number = parameter_counts(shape)
     return blocks, (number.total if counted == "all" else number.without_embedding) - blocks
-
-
-def korthikanti_flops_per_token(model: str | Shape | Any, seq_len: int, *, hardware: bool = False) -> float:
-    """FLOPs a token as arXiv:2205.05198 prints them (appendix A): 72 L h^2 (1 + s/6h + V/12hL), for a GPT's widths.
-
-    `hardware`: with its selective recomputation, where it prints 1 + s/3h + V/12hL. That doubles attention's whole term,
-    backward included, though only the forward products run again: counted product by product it is 1 + 2s/9h + V/12hL,
-    which is what ``flops_per_token(..., recompute="selective")`` answers. Use this one to reproduce the paper's HFU.
-
-    Raises:
-        ValueError: a model that is no GPT of the Megatron kind; the formula would be wrong for it.
-    """
-    positive(seq_len=seq_len)
-    shape = shape_of(model)
-    h, layers = shape.hidden, shape.layers
-    if shape.gated or shape.kv_heads != shape.heads or shape.attention_width != h or shape.intermediate != 4 * h:
-        raise ValueError(
-            f"{shape.name} is no GPT with an MLP of 4 x hidden: take flops_per_token, which counts its matrices."
-        )
-    attention = seq_len / (3 * h if hardware else 6 * h)
-    return 72 * layers * h**2 * (1 + attention + shape.vocab / (12 * h * layers))

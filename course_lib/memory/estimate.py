@@ -1,19 +1,15 @@
-"""`estimate`: bytes on a GPU for a training step, from the model's widths and the choices of the run."""
+"""`estimate`: bytes on a GPU for a training step, from the model's widths and the settings of the run."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from course_lib.memory import settings
 from course_lib.memory.breakdown import Breakdown
 from course_lib.memory.cards import Card
-from course_lib.memory.moments import sizes, stage
-from course_lib.memory.moments import step as one_step
+from course_lib.memory.phases import sizes, stage, step_breakdown
 from course_lib.memory.presets import shape_of
-from course_lib.memory.run_choices import run_of
+from course_lib.memory.settings import BUCKET_ELEMENTS, RunSettings, check_card, check_sizes
 from course_lib.memory.shapes import Shape
-from course_lib.memory.sharded import BUCKET_ELEMENTS
-from course_lib.validation import check_counts
 
 
 def estimate(
@@ -28,17 +24,18 @@ def estimate(
     pipeline_parallel: int = 1,
     context_parallel: int = 1,
     sequence_parallel: bool = False,
-    micro_batch: int = 1,
+    micro_batch_size: int = 1,
     seq_len: int = 2048,
-    micro_batches: int = 1,
-    checkpointing: str = "none",
+    num_microbatches: int = 1,
+    virtual_stages: int = 1,
+    activation_checkpointing: str = "none",
     attention: str = "flash",
     offload: str = "none",
     lora_rank: int = 16,
     step: str = "fused",
     device: str = "cuda",
     card: str | Card | None = None,
-    reshard: bool = True,
+    reshard_after_forward: bool = True,
     bucket_elements: int = BUCKET_ELEMENTS,
 ) -> Breakdown:
     """Bytes on the fullest GPU during a training step in its steady state (from the second step on).
@@ -59,18 +56,22 @@ def estimate(
         tensor_parallel, pipeline_parallel, context_parallel: ranks along these axes; the GPUs in all are their product
             with `ranks`. The fullest pipeline stage is reported, under the 1F1B schedule.
         sequence_parallel: norms and residuals are split along the sequence, too (arXiv:2205.05198).
-        micro_batch: sequences in one forward pass. seq_len: tokens a sequence.
-        micro_batches: forward passes in one optimizer step (gradient accumulation, or pipeline micro-batches).
-        checkpointing: "full" keeps each block's input; "selective" also the outputs of matrix products and attention.
+        micro_batch_size: sequences in one forward pass. seq_len: tokens per sequence.
+        num_microbatches: forward passes in one optimizer step (gradient accumulation, or a pipeline's micro-batches).
+        virtual_stages: stages that each pipeline rank holds, under the interleaved 1F1B schedule.
+        activation_checkpointing: "full" keeps each block's input; "selective" also the outputs of matrix products and
+            attention.
         attention: "flash" never writes the scores out; "eager" does.
-        offload: "optimizer": states (and gradients) on the host; "all": parameters as well.
+        offload: "optimizer" (zero1, zero2, zero3): states and gradients on the host; "all" (zero3, fsdp): parameters as
+            well. FSDP2 has nothing between "none" and "all".
         lora_rank: of each of the seven matrices of a block.
         step: AdamW's implementation: "fused" (no temporary, the choice of transformers' Trainer and of this course),
             "foreach" (torch.optim.AdamW's own on CUDA: one state-sized temporary), "loop" (its own on the CPU: two of
             the largest tensor).
         device: "cuda" or "cpu": bitsandbytes' CPU step unpacks 8-bit states, five fp32 tensors of the largest size.
         card: a card's name; only checked for what it cannot do.
-        reshard: "fsdp": a block's gathered weights go after its forward pass; False: they stay until its backward pass.
+        reshard_after_forward: "fsdp": a block's gathered weights go after its forward pass; False: they stay until its
+            backward pass.
             "zero3": every tensor goes after its use (stage3_max_reuse_distance 0, as in this course's programs); False:
             DeepSpeed's default, by which up to 10^9 elements stay gathered: of a smaller model all.
         bucket_elements: "zero1" to "zero3": reduce_bucket_size. DeepSpeed allocates such a bucket however small the model:
@@ -87,41 +88,64 @@ def estimate(
     Sources: ZeRO, arXiv:1910.02054 (states); Korthikanti et al., arXiv:2205.05198 (activations); QLoRA, arXiv:2305.14314
     (NF4); Zhao et al., arXiv:2304.11277, section 3.2.1 (gathered units).
     """
-    try:
-        run = run_of(
-            method,
-            precision,
-            optimizer,
-            strategy,
-            offload,
-            step,
-            device,
-            checkpointing,
-            attention,
-            lora_rank,
-            reshard,
-            bucket_elements,
-        )
-    except TypeError:  # a list, say, which no cache can look up
-        raise ValueError("Choices are names and lora_rank a number, each a single value, not a list.") from None
-    shape = model if type(model) is Shape else shape_of(model)
-    t, p = tensor_parallel, pipeline_parallel
-    if not (type(ranks) is type(t) is type(p) is type(context_parallel) is type(micro_batch) is type(seq_len)
-            is type(micro_batches) is int) or min(ranks, t, p, context_parallel, micro_batch, seq_len, micro_batches) < 1:  # fmt: skip
-        check_counts(
-            ranks=ranks, tensor_parallel=t, pipeline_parallel=p, context_parallel=context_parallel,
-            micro_batch=micro_batch, seq_len=seq_len, micro_batches=micro_batches,
-        )  # fmt: skip
-    settings.check_parallel(shape, t, p, context_parallel, seq_len, ranks, strategy, sequence_parallel)
+    settings = RunSettings(
+        method=method,
+        precision=precision,
+        optimizer=optimizer,
+        strategy=strategy,
+        offload=offload,
+        step=step,
+        device=device,
+        activation_checkpointing=activation_checkpointing,
+        attention=attention,
+        lora_rank=lora_rank,
+        reshard_after_forward=reshard_after_forward,
+        bucket_elements=bucket_elements,
+        ranks=ranks,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        context_parallel=context_parallel,
+        sequence_parallel=sequence_parallel,
+        micro_batch_size=micro_batch_size,
+        seq_len=seq_len,
+        num_microbatches=num_microbatches,
+        virtual_stages=virtual_stages,
+    )
+    breakdown = breakdown_of(model if type(model) is Shape else shape_of(model), settings)
     if card is not None:
-        settings.check_card(precision, card)
-    size = sizes(shape, micro_batch, seq_len, t, context_parallel, sequence_parallel, run.rank)
+        check_card(precision, card)
+    return breakdown
+
+
+def breakdown_of(shape: Shape, settings: RunSettings) -> Breakdown:
+    """What `estimate` answers. Raises ValueError as it does, but for the card."""
+    run = settings.run
+    check_sizes(shape, settings)
+    t, p, m = settings.tensor_parallel, settings.pipeline_parallel, settings.num_microbatches
+    size = sizes(shape, settings, run.rank)
     if p == 1:
-        whole = stage(run, shape, ranks, t, shape.layers, True, True, micro_batches > 1)
-        return one_step(whole, size, 1)
+        return step_breakdown(stage(run, shape, settings.ranks, t, shape.layers, True, True, m > 1), size, 1)
     layers = -(-shape.layers // p)
     ends = (
-        one_step(stage(run, shape, ranks, t, layers, True, False, micro_batches > 1), size, min(p, micro_batches)),
-        one_step(stage(run, shape, ranks, t, layers, False, True, micro_batches > 1), size, 1),
+        step_breakdown(
+            stage(run, shape, settings.ranks, t, layers, first, not first, m > 1),
+            size,
+            in_flight(p, m, settings.virtual_stages, first),
+        )
+        for first in (True, False)
     )
     return max(ends, key=lambda end: end.peak)
+
+
+def in_flight(stages: int, num_microbatches: int, virtual_stages: int, first: bool) -> float:
+    """Micro-batches whose activations the first or the last pipeline rank holds at a time, under (interleaved) 1F1B.
+
+    With p ranks and v virtual stages each, p + (p - 1) / v on the first rank and (v p - p + 1) / v on the last, in units of
+    all its layers, never more than there are micro-batches; with v = 1 that is p and 1.
+
+    Source: arXiv:2205.05198, section 4.2.3 (factor 1 + (p - 1) / (p v)).
+    """
+    p, v = stages, virtual_stages
+    if not first:
+        return min(num_microbatches, (v * p - p + 1) / v)
+    return min(num_microbatches, p + (p - 1) / v if v > 1 else p)

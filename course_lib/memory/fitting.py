@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from course_lib.choices import CHOICES
 from course_lib.memory.cards import Card, card
 from course_lib.memory.estimate import estimate
 from course_lib.memory.presets import shape_of
-from course_lib.memory.settings import CHOICES
 from course_lib.memory.shapes import Shape
 from course_lib.validation import check_counts, positive
 
@@ -22,16 +22,16 @@ def largest_micro_batch(model: str | Shape | Any, memory: int | str | Card, **se
 
     Args:
         memory: bytes on the GPU, or a card or its name ("a100-80gb", "24GiB"). CUDA's context comes out of it.
-        settings: of `estimate`, all but `micro_batch`.
+        settings: of `estimate`, all but `micro_batch_size`.
 
     Raises:
-        ValueError: what `estimate` refuses, memory that is not above 0, a `micro_batch`.
+        ValueError: what `estimate` refuses, memory that is not above 0, a `micro_batch_size`.
     """
-    if "micro_batch" in settings:
-        raise ValueError("micro_batch is what is looked for: leave it out.")
+    if "micro_batch_size" in settings:
+        raise ValueError("micro_batch_size is what is looked for: leave it out.")
     room, settings = _room(memory, settings)
     shape = shape_of(model)
-    return _largest(lambda number: estimate(shape, micro_batch=number, **settings).fits(room))
+    return _largest(lambda number: estimate(shape, micro_batch_size=number, **settings).fits(room))
 
 
 def longest_sequence(
@@ -42,7 +42,7 @@ def longest_sequence(
     With learned positions (GPT-2) never more than the table has. That a model *runs* at a length does not mean that it
     was trained for it.
 
-    Args, raises: as of `largest_micro_batch`, with `seq_len` in the place of `micro_batch`.
+    Args, raises: as of `largest_micro_batch`, with `seq_len` in the place of `micro_batch_size`.
     """
     if "seq_len" in settings:
         raise ValueError("seq_len is what is looked for: leave it out.")
@@ -86,17 +86,17 @@ class Way:
     """One way to train, on one card.
 
     Attributes:
-        method, checkpointing, optimizer, precision: as of `estimate`.
-        peak: bytes that PyTorch allocates at the worst moment, which is called `moment`.
+        method, activation_checkpointing, optimizer, precision: as of `estimate`.
+        peak: bytes that PyTorch allocates in the worst phase of the step, which is called `peak_phase`.
         device: bytes that a card must have (see `Breakdown.device`). `fits`: this one has them.
     """
 
     method: str
-    checkpointing: str
+    activation_checkpointing: str
     optimizer: str
     precision: str
     peak: int
-    moment: str
+    peak_phase: str
     device: int
     fits: bool
 
@@ -109,24 +109,23 @@ def methods_that_fit(
     Args:
         on: a card or its name.
         optimizers: those to try; SGD without momentum is left out unless asked for.
-        settings: of `estimate`, all but method, checkpointing, optimizer. Without a precision: bf16-mixed, on a card
+        settings: of `estimate`, all but method, activation_checkpointing, optimizer. Without a precision: bf16-mixed, on a card
             without bf16 fp16-mixed.
 
     Raises:
         ValueError: what `estimate` refuses: with offload, for instance, take ``optimizers=("adamw",)``.
     """
-    for name in ("method", "checkpointing", "optimizer"):
+    for name in ("method", "activation_checkpointing", "optimizer"):
         if name in settings:
             raise ValueError(f"{name} is what the table goes through: leave it out.")
     found, shape = card(on), shape_of(model)
     settings = {"precision": "bf16-mixed" if found.bf16 else "fp16-mixed", "card": found} | settings
     ways = []
     for method in CHOICES["method"]:
-        for checkpointing in CHOICES["checkpointing"]:
+        for checkpointing in CHOICES["activation_checkpointing"]:
             for optimizer in optimizers:
-                need = estimate(shape, method=method, checkpointing=checkpointing, optimizer=optimizer, **settings)
-                ways.append(
-                    Way(method, checkpointing, optimizer, settings["precision"], need.peak, need.moment, need.device,
-                        need.fits(found.memory))
-                )  # fmt: skip
+                way = {"method": method, "activation_checkpointing": checkpointing, "optimizer": optimizer}
+                need = estimate(shape, **way, **settings)
+                fits = need.fits(found.memory)
+                ways.append(Way(*way.values(), settings["precision"], need.peak, need.peak_phase, need.device, fits))
     return ways

@@ -16,7 +16,7 @@ class Forms:
     """Rows of `matrix`, by what they are; the values of SYMBOLS, in elements, are the vector that it multiplies.
 
     The single rows, in this order: saved by a block, by the first block, by the head, of which logits; kept of a block by
-    full checkpointing, by selective checkpointing; a block's weight gradients. Then the moments, in slices.
+    full checkpointing, by selective checkpointing; a block's weight gradients. Then the phases, in slices.
     """
 
     matrix: np.ndarray
@@ -48,14 +48,14 @@ def forms(numerics: Numerics, grad_in: bool, accumulate: bool) -> Forms:
     ]
     assert len(rows) == NUM_SINGLE
     slices = []
-    for moments in (
-        body.forward_moments(x),
-        body.forward_moments(x, keep=False),
-        body.backward_moments(accumulate=accumulate),
-        top.forward_moments(y),
-        top.backward_moments(accumulate=accumulate),
+    for sizes in (
+        body.forward_sizes(x),
+        body.forward_sizes(x, keep=False),
+        body.backward_sizes(accumulate=accumulate),
+        top.forward_sizes(y),
+        top.backward_sizes(accumulate=accumulate),
     ):
-        candidates = highest(moments)
+        candidates = highest(sizes)
         slices.append(slice(len(rows), len(rows) + len(candidates)))
         rows.extend(candidates)
     matrix = np.zeros((len(rows), len(SYMBOLS)))

@@ -1,106 +1,179 @@
-"""What communication and gradients add to the moments of a step, by the way in which ranks share the model.
-
-Read off DeepSpeed 0.19.8's and PyTorch 2.13's code, and held against the peak of real steps on two ranks (fp32, micro-batches
-alone and accumulated): within 4 %. What gloo copies for itself on CPU ranks is counted where it makes a difference, zero3.
-"""
+"""The phases of a training step at whose end memory can be highest, and the worst of them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
-from course_lib.memory.resident import Resident
-from course_lib.memory.run_choices import Run
+import numpy as np
+
+from course_lib.memory.blocks import SYMBOLS
+from course_lib.memory.breakdown import Breakdown
+from course_lib.memory.communication import Communication, communication
+from course_lib.memory.linear_forms import Forms, forms
+from course_lib.memory.parameters import count, held, local_factors, local_matrices
+from course_lib.memory.resident import Resident, resident
+from course_lib.memory.settings import Run, RunSettings
+from course_lib.memory.shapes import Shape
 
 
-class Phases(NamedTuple):
-    """Bytes on top of weights and optimizer states, activations left out.
+class Sizes(NamedTuple):
+    """Elements of every symbol of `blocks`, tokens of a micro-batch on this GPU, tokens a sequence, and the elements of
+    one residual stream that sequence parallelism gathers for a product (0 without it)."""
 
-    Attributes:
-        forward: until the loss is there. backward: from then on.
-        head: of the head's gradients, once they are there. block: of each block that the backward pass has done with.
-        end: of all gradients when the backward pass is over, before anything is sent that waited for this.
-        last_block, reduced: where gradients are sent of the last block, at the end; 0 where that is no moment of its own.
-        step: at the optimizer's step.
-        whole: unsharded gradients of one block, on their way into shards; told, and counted where they are.
-        left: part of the activations that is still there when gradients are sent for the first time (`reduced`).
-    """
-
-    forward: int
-    backward: int
-    head: int
-    block: int
-    end: int
-    last_block: int
-    reduced: int
-    step: int
-    whole: int = 0
-    left: float = 0.0
+    elements: np.ndarray
+    tokens: int
+    seq_len: int
+    gathered: int
 
 
-def phases(run: Run, r: Resident, layers: int, accumulate: bool, tied_here: bool) -> Phases:
-    """`accumulate`: gradients of earlier micro-batches are there; `tied_here`: embedding and head are one matrix."""
-    waiting = r.embedding_gradient if tied_here else 0
-    head = 0 if accumulate else r.outer_gradient - (0 if waiting else r.embedding_gradient)
-    if run.strategy == "fsdp":
-        return _fsdp(run, r, layers, accumulate, waiting, head)
-    if run.strategy == "zero3":
-        always = r.buckets + r.share + r.outer_copy
-        # gradients are put in the order of their owners in a copy of the bucket; gloo copies that once more
-        reduced = always - r.outer_copy + r.bucketful * (2 if run.device == "cpu" else 1)
-        step = r.buckets + r.share + r.fp32_share + r.step
-        return Phases(always, always, waiting, 0, always, 0, reduced, step, left=_left(r))
-    if run.sharding:
-        return _zero12(run, r, layers, accumulate, waiting, head)
-    there = r.buckets + (r.gradients if accumulate else 0)
-    block = 0 if accumulate else r.block_gradient
-    end = r.buckets + r.gradients
-    return Phases(there, there, waiting if accumulate else head, block, end, 0, 0, end + r.step)
+class Stage(NamedTuple):
+    """One pipeline stage of one model under one run: what does not change with batch and length."""
+
+    run: Run
+    shape: Shape
+    layers: int
+    first: bool
+    last: bool
+    tensor_parallel: int
+    accumulate: bool
+    resident: Resident
+    forms: Forms
+    num_parameters: int
+    during: Communication
 
 
-def _zero12(run: Run, r: Resident, layers: int, accumulate: bool, waiting: int, head: int) -> Phases:
-    """The bucket is there during the backward pass only. Stage 1 fills it when that is over; stage 2 with each gradient, and
-    the rank's share comes up when the first bucket is full. Offloading sends every gradient on to the host."""
-    overflows = run.bucket_elements < r.trainable
-    if run.offload != "none":
-        there = r.buckets + r.bucketful
-        return Phases(0, r.buckets, waiting, 0, there, 0, 0, r.step)
-    flat = 2 * r.share + (r.fp32_share if run.gradient != 4 else 0)  # gathered from tensors, made flat, cast
-    step = max(flat, r.fp32_share + r.step)
-    if run.strategy == "zero1":
-        before = r.gradients if accumulate else 0
-        block = 0 if accumulate else r.block_gradient
-        end = r.buckets + r.gradients
-        reduced = r.buckets + r.bucketful + max(r.gradients - r.bucketful, 0)
-        return Phases(before, before + r.buckets, waiting if accumulate else head, block, end, 0, reduced, step)
-    before = r.share if accumulate else 0
-    late = 0 if accumulate or not overflows else r.share
-    end = before + r.buckets + late
-    # the share comes up after the first bucket was reduced
-    reduced = r.buckets + max(before + r.bucketful, (2 if accumulate else 1) * r.share)
-    reduced = max(reduced, end + min(r.bucketful, max(r.whole - r.bucketful, 0)))
-    return Phases(before, before + r.buckets, waiting, late // layers, end, 0, reduced, step, left=_left(r))
+@lru_cache(maxsize=8192)
+def stage(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: bool, last: bool, accumulate: bool) -> Stage:
+    """`accumulate`: gradients of earlier micro-batches are there already."""
+    numerics = replace(run.numerics, qk_norm=shape.qk_norm, gated=shape.gated, layer_norm=shape.norm_bias)
+    # zero2 and zero3 move each gradient into a bucket, or to the host, as soon as it is there
+    at_once = run.zero_stage > 1 or (run.zero_stage == 1 and run.offload != "none")
+    adapters = count(held(shape, 1, shape.layers, True, True, run.rank).factors)
+    r = resident(run, shape, ranks, t, layers, first, last)
+    return Stage(
+        run=run,
+        shape=shape,
+        layers=layers,
+        first=first,
+        last=last,
+        tensor_parallel=t,
+        accumulate=accumulate,
+        resident=r,
+        forms=forms(numerics, run.full or not first, accumulate or at_once),
+        num_parameters=shape.parameters + adapters,
+        during=communication(run, r, layers, accumulate, shape.tied and first and last),
+    )
 
 
-def _left(r: Resident) -> float:
-    """The first bucket is full when so much of the backward pass is still to come; 0 where one bucket takes all."""
-    return max(0.0, 1 - r.bucketful / r.whole) if r.whole else 0.0
+def sizes(shape: Shape, settings: RunSettings, rank: int) -> Sizes:
+    """`rank`: of LoRA's factors, 0 for none."""
+    t, c, seq_len = settings.tensor_parallel, settings.context_parallel, settings.seq_len
+    split = settings.sequence_parallel
+    per_token, fixed = _widths(shape, t, split, rank)
+    tokens = settings.micro_batch_size * seq_len // c
+    elements = per_token * tokens
+    elements[_SCORES] *= seq_len  # every token looks at the whole sequence
+    elements += fixed
+    return Sizes(elements, tokens, seq_len // c, tokens * shape.hidden if split and t > 1 else 0)
 
 
-def _fsdp(run: Run, r: Resident, layers: int, accumulate: bool, waiting: int, head: int) -> Phases:
-    """Gathered: the root, from the first use to the end; the block at work; and, in one flat tensor each, the block before it
-    or after it. Without resharding all blocks. Gradients of a unit are whole until it is done, over several micro-batches
-    until the last; then they are copied into the input of the reduce-scatter, in fp32 under mixed precision."""
-    blocks = layers if not run.reshard else 1
-    gathered = r.outer_copy + (blocks + 1) * r.block_copy
-    unsharded = r.whole if accumulate else 0
-    wide = run.gradient // (run.stored if run.full else run.factors) or 1
-    block, outer = r.block_gradient, r.outer_gradient
-    passed = (0 if accumulate else r.share // layers) - (0 if run.reshard else r.block_copy)
-    # a block's own weights have gone when its gradients are sent
-    last_block = gathered - (0 if run.reshard else r.block_copy) + (unsharded or head + block) + wide * block
-    last_block += r.share // layers
-    end = gathered - blocks * r.block_copy + r.share + (0 if accumulate else outer - waiting)
-    return Phases(
-        gathered + unsharded, gathered + unsharded, waiting if accumulate else head, passed,
-        end, last_block, end + waiting + wide * outer, r.share + r.step, whole=block,
-    )  # fmt: skip
+_SCORES = SYMBOLS.index("NS")
+
+
+@lru_cache(maxsize=1024)
+def _widths(shape: Shape, t: int, split: bool, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Elements of SYMBOLS a token, and those of the symbols that do not depend on tokens."""
+    s, kv = t if split else 1, max(shape.kv_heads // t, 1)
+    matrices, factors = local_matrices(shape, t), local_factors(shape, rank, t)
+    a_token = {
+        "N": 1 / s,
+        "Nh": shape.hidden / s,
+        "Na": shape.attention_width / t,
+        "Nk": kv * shape.head_dim,
+        "Nm": shape.intermediate / t,
+        "NH": shape.heads / t,
+        "NK": kv,
+        "NV": shape.vocab / t,
+        "Nr": rank,
+        "NS": shape.heads / t,
+    }
+    once = {f"W{which}": rows * columns for which, (rows, columns) in matrices.items()}
+    once |= {f"L{which}": sum(pair) for which, pair in factors.items()}
+    once |= {"Wh": shape.vocab * shape.hidden / t, "h": shape.hidden, "d": shape.head_dim, "one": 1}
+    return np.array([a_token.get(s, 0.0) for s in SYMBOLS]), np.array([once.get(s, 0.0) for s in SYMBOLS])
+
+
+def step_breakdown(at: Stage, size: Sizes, in_flight: float) -> Breakdown:
+    """One stage's step. `in_flight`: micro-batches whose activations it holds at a time (1 without a pipeline)."""
+    run, shape, layers, first, last, t, accumulate, r, f, num_parameters, during = at
+    tokens, full, again = size.tokens, run.full, run.activation_checkpointing != "none"
+    values = (f.matrix @ size.elements).tolist()
+    kept_block, kept_first, saved_head, log_shares = values[:4]
+    if again:
+        kept_block = kept_first = values[4 if run.activation_checkpointing == "full" else 5]
+
+    # Beside the blocks: cosines and sines; the token ids that a trained embedding keeps; the shifted labels and their
+    # count, which the loss keeps. (A single row of labels is not copied when it is shifted, and keeps its padding.)
+    turns = 0 if shape.positions else 2 * size.seq_len * shape.head_dim * run.stored
+    ids = 8 * tokens
+    small = turns + (ids if full and first else 0)
+    if last:
+        small += ids + 4 + (8 if tokens == size.seq_len else 0) + (4 if run.scaled else 0)
+    blocks = kept_first + (layers - 1) * kept_block
+    activations = blocks + small + (saved_head if last else 0)
+    below = blocks - kept_block + small  # while the last block is at work
+    earlier = (in_flight - 1) * blocks
+
+    casts = layers * r.block_casts + r.outer_casts
+    casts_kept = r.outer_casts if again else casts - r.unused_casts
+    split = size.gathered * run.numerics.compute
+    # a tied matrix gets two gradients; autograd adds them up, into a third tensor, when it has both
+    waiting = r.embedding_gradient if shape.tied and first and last else 0
+    base = r.weights + r.optimizer + earlier + split
+
+    forward, backward = max(values[f.first_pass if again else f.forward]), max(values[f.backward])
+    if again:
+        backward = max(backward, max(values[f.forward]))
+    block_casts = r.block_casts
+    phases = {"forward of the last block": base + during.forward + below + forward + casts}
+    if last:
+        phases["the loss"] = base + during.forward + blocks + small + max(values[f.head_forward]) + casts
+        phases["backward of the loss"] = (
+            base + during.backward + blocks + small + max(values[f.head_backward]) + casts_kept
+        )
+    casts_there = block_casts if again else casts_kept - r.outer_casts
+    phases["backward of the last block"] = base + during.backward + below + backward + casts_there
+    phases["backward of the last block"] += during.head if last else 0
+    if during.last_block:
+        phases["reduce-scatter of the last block"] = base + during.last_block + below
+    phases["backward of the first block"] = (
+        base + during.backward + small + backward + block_casts + during.head + (layers - 1) * during.block
+    )
+    if full and first:
+        sums = (
+            1 if run.numerics.autocast else 2
+        )  # autocast's cast leaves the first gradient to autograd alone: in place
+        twice = sums * waiting + (r.embedding_gradient if accumulate else 0)
+        stream = tokens * shape.hidden * run.stored
+        phases["gradient of the embedding"] = base + during.end + twice + stream
+    if during.reduced:
+        phases["gradients reduced"] = base + during.reduced + during.left * (blocks - kept_block) + small
+    phases["optimizer step"] = r.weights + r.optimizer + during.step
+    peak_phase = max(phases, key=phases.__getitem__)
+    return Breakdown(
+        weights=r.weights,
+        gradients=r.gradients,
+        optimizer=r.optimizer,
+        activations=int(activations + earlier),
+        logits=12 * tokens * shape.vocab // t if last else 0,
+        buffers=int(r.buckets + r.outer_copy + 2 * r.block_copy + split + during.whole + casts),
+        # a checkpoint holds cosines and sines as its arguments, not autograd
+        kept=int(activations + casts_kept + (log_shares if last else 0) - (turns if again else 0)),
+        peak=int(phases[peak_phase]),
+        peak_phase=peak_phase,
+        phases={name: int(value) for name, value in phases.items()},
+        num_parameters=num_parameters,
+        num_trainable=r.trainable,
+    )

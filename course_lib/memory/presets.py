@@ -158,10 +158,16 @@ def _from_config(config: Any) -> Shape:
         raise ValueError(f"{kind} is a mixture of experts: the course's memory model knows dense models only.")
     if kind == "gpt2":
         return replace(
-            gpt(config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.vocab_size,
-                config.max_position_embeddings, "gpt2"),
+            gpt(
+                config.num_hidden_layers,
+                config.hidden_size,
+                config.num_attention_heads,
+                config.vocab_size,
+                config.max_position_embeddings,
+                "gpt2",
+            ),
             tied=config.tie_word_embeddings,
-        )  # fmt: skip
+        )
     if kind not in ("llama", "mistral", "qwen2", "qwen3", "smollm3"):
         raise ValueError(f"model_type {kind!r} is not known here: give its widths, as in estimate(dict(layers=…, …)).")
     bias = kind == "qwen2" or bool(getattr(config, "attention_bias", False))

@@ -21,18 +21,6 @@ def nf4_bytes(elements: int, *, double: bool = True) -> int:
     return codes + (first + 4 * blocks(first, SECOND_BLOCK) + 4 + 4 * 256 if double else 4 * first)
 
 
-def nf4_bits(
-    *, block: int = NF4_BLOCK, second: int = SECOND_BLOCK, absmax_bits: int = 8, constant_bits: int = 32
-) -> dict[str, float]:
-    """Bits a parameter: of the constants in fp32, of the doubly quantized ones, saved, and in all (4.127).
-
-    Source: arXiv:2305.14314, section 3, double quantization.
-    """
-    plain = constant_bits / block
-    double = absmax_bits / block + constant_bits / (block * second)
-    return {"fp32 constants": plain, "double": double, "saved": plain - double, "total": 4 + double}
-
-
 def adam8bit_bytes(elements: int) -> int:
     """Bytes of both Adam states of one tensor: a byte an element and an fp32 absmax a block; fp32 for small tensors."""
     if elements < SMALL_TENSOR:

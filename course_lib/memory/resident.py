@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from course_lib.memory.parameters import count, held
 from course_lib.memory.quantized import adam8bit_bytes, nf4_bytes
-from course_lib.memory.run_choices import Run
+from course_lib.memory.settings import Run
 from course_lib.memory.shapes import Shape
 
 LIVE_ELEMENTS = 10**9  # DeepSpeed's stage3_max_live_parameters and stage3_max_reuse_distance
@@ -47,7 +47,7 @@ class Resident(NamedTuple):
 def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: bool, last: bool) -> Resident:
     """`t`: tensor-parallel ranks; `ranks`: data-parallel ones; `first`, `last`: the stage has the embedding, the head."""
     h = held(shape, t, layers, first, last, run.rank)
-    compute, share = run.numerics.compute, run.strategy in ("zero3", "fsdp")
+    compute, share = run.numerics.compute, "weights" in run.shards
     block = (count(h.matrices) + count(h.vectors)) // layers
     outer, factors = count(h.outer), count(h.factors)
     trained = [*h.all_base()] if run.full else [*h.factors]
@@ -64,10 +64,10 @@ def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: boo
     weights += 4 * shape.head_dim  # rotary frequencies: two buffers of head_dim / 2 in fp32, on every rank
 
     gradients = run.gradient * trainable
-    if run.strategy in ("zero2", "zero3", "fsdp"):
+    if "gradients" in run.shards:
         gradients = _share(gradients, ranks)
     states = _states(run, trained, trainable)
-    if run.sharding:
+    if run.shards:
         states = _share(states, ranks)
     if run.offload != "none":  # gradients follow the optimizer to the host
         gradients = states = 0
@@ -77,7 +77,7 @@ def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: boo
     buckets = bucketful = 0
     if run.strategy == "ddp":
         buckets = run.gradient * trainable
-    elif run.strategy.startswith("zero"):
+    elif run.zero_stage:
         buckets, bucketful = compute * run.bucket_elements, compute * min(run.bucket_elements, trainable)
     gathered = blocks_at_rest // layers if run.method == "qlora" else compute * (count(h.matrices) // layers)
     gathered += compute * (count(h.vectors) // layers) + run.factors * (factors // layers)
@@ -85,13 +85,17 @@ def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: boo
     if run.strategy == "zero3":  # module by module, and one ahead; or all that is used again within so many elements
         at_a_time = 2 * max(max((elements for elements, _ in tensors), default=0) for tensors in (h.matrices, h.outer))
         there = count(h.matrices) + count(h.vectors) + outer
-        outer_copy = compute * min(at_a_time if run.reshard else LIVE_ELEMENTS, there)
+        outer_copy = compute * min(at_a_time if run.reshard_after_forward else LIVE_ELEMENTS, there)
         gathered = 0
     casts = 2 if run.numerics.autocast else 0
     unsharded = (run.stored if run.full else run.factors) * trainable
     here = trainable if run.offload == "none" else 0  # a share of gradients goes on to the host as soon as it is summed
     return Resident(
-        weights, gradients, states, trainable, buckets,
+        weights,
+        gradients,
+        states,
+        trainable,
+        buckets,
         block_copy=gathered if share else 0,
         outer_copy=outer_copy if share else 0,
         block_gradient=run.stored * block if run.full else run.factors * factors // layers,
@@ -102,8 +106,11 @@ def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: boo
         # nothing before the first block is trained: the copies of A beside q, k and v serve no gradient of an input
         unused_casts=0 if run.full or not first else casts * 3 * run.rank * shape.hidden,
         step=_temporary(run, trained, trainable, ranks),
-        whole=unsharded, share=_share(run.gradient * here, ranks), fp32_share=_share(4 * here, ranks), bucketful=bucketful,
-    )  # fmt: skip
+        whole=unsharded,
+        share=_share(run.gradient * here, ranks),
+        fp32_share=_share(4 * here, ranks),
+        bucketful=bucketful,
+    )
 
 
 def _factors_at_rest(run: Run) -> int:
@@ -129,8 +136,8 @@ def _temporary(run: Run, trained: list[tuple[int, int]], trainable: int, ranks: 
     if run.optimizer != "adamw":  # CUDA's kernel works in place; the CPU's unpacks one tensor at a time to fp32
         return 5 * 4 * largest if run.device == "cpu" else 0
     width = 4 if run.master else run.state
-    here = _share(trainable, ranks) if run.sharding else trainable
-    if run.strategy.startswith("zero"):
+    here = _share(trainable, ranks) if run.shards else trainable
+    if run.zero_stage:
         largest = here  # one flat tensor
     elif run.strategy == "fsdp":
         largest = _share(largest, ranks)

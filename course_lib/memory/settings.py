@@ -1,75 +1,215 @@
-"""The choices that an estimate takes, and what is wrong with a choice that means nothing."""
+"""The settings of an estimate, checked, and what follows from them alone: which dtype each kind of tensor has."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from course_lib.choices import (
+    STRATEGIES,
+    check_choice,
+    check_combination,
+    why_not_tensor_parallel,
+)
+from course_lib.memory.blocks import Numerics
 from course_lib.memory.cards import Card, card
 from course_lib.memory.shapes import Shape
-from course_lib.validation import check_counts, pick
+from course_lib.validation import check_counts
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "method": ("full", "lora", "qlora"),
-    "precision": ("bf16-mixed", "fp16-mixed", "bf16", "fp32"),
-    "optimizer": ("adamw", "adamw8bit", "paged_adamw8bit", "sgd"),
-    "strategy": ("single", "ddp", "zero1", "zero2", "zero3", "fsdp"),
-    "checkpointing": ("none", "selective", "full"),
-    "attention": ("flash", "eager"),
-    "offload": ("none", "optimizer", "all"),
-    "step": ("fused", "foreach", "loop"),
-    "device": ("cuda", "cpu"),
-}
-QUANTIZED = ("nf4", "4bit", "int4", "fp4")
+BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's reduce_bucket_size
 
 
-def check_choices(**chosen: str) -> None:
-    """Raises ValueError for a value that is no choice; the nearest one is offered."""
-    for name, value in chosen.items():
-        if name == "precision" and value in QUANTIZED:
-            raise ValueError(
-                f"precision={value!r}: weights in 4 bits cannot be trained themselves: that is method='qlora'."
-            )
-        pick(name, value, CHOICES[name])
+class RunSettings(NamedTuple):
+    """The keyword arguments of `course_lib.memory.estimate`, which explains them; the card is no part of a run."""
+
+    method: str = "full"
+    precision: str = "bf16-mixed"
+    optimizer: str = "adamw"
+    strategy: str = "single"
+    offload: str = "none"
+    step: str = "fused"
+    device: str = "cuda"
+    activation_checkpointing: str = "none"
+    attention: str = "flash"
+    lora_rank: int = 16
+    reshard_after_forward: bool = True
+    bucket_elements: int = BUCKET_ELEMENTS
+    ranks: int = 1
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    context_parallel: int = 1
+    sequence_parallel: bool = False
+    micro_batch_size: int = 1
+    seq_len: int = 2048
+    num_microbatches: int = 1
+    virtual_stages: int = 1
+
+    @property
+    def run(self) -> Run:
+        """The settings that do not depend on sizes and ranks, with what follows from them.
+
+        Raises:
+            ValueError: an unknown choice, or choices that no program runs together.
+        """
+        try:
+            return _run(*self[:12])
+        except TypeError:  # a list, say, which no cache can look up
+            raise ValueError("Choices are names and lora_rank a number, each a single value, not a list.") from None
 
 
-def check_parallel(
-    shape: Shape, t: int, p: int, c: int, seq_len: int, ranks: int, strategy: str, sequence_parallel: bool
-) -> None:
-    """Raises ValueError where the model does not divide as asked."""
-    if type(sequence_parallel) is not bool:
-        raise ValueError(f"sequence_parallel={sequence_parallel!r}: give True or False.")
+@dataclass(frozen=True, eq=False)  # compared by identity, which is quick: equal settings get the same one
+class Run:
+    """Settings by the names of `RunSettings`, then bytes per element:
+
+    Attributes:
+        stored, factors: weights that are not quantized; LoRA's factors.
+        at_rest: weights between steps (FSDP's shards are fp32 where it computes in 16 bits).
+        master: fp32 copies of trained weights beside them.
+        state: one of Adam's two moments.
+        gradient: a gradient at rest.
+        scaled: fp16 needs loss scaling.
+    """
+
+    method: str
+    optimizer: str
+    strategy: str
+    offload: str
+    step: str
+    device: str
+    activation_checkpointing: str
+    rank: int
+    numerics: Numerics
+    stored: int
+    factors: int
+    at_rest: int
+    master: int
+    state: int
+    gradient: int
+    scaled: bool
+    reshard_after_forward: bool
+    bucket_elements: int
+
+    @property
+    def full(self) -> bool:
+        return self.method == "full"
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """What data-parallel ranks split among them: "optimizer", "gradients", "weights"."""
+        return STRATEGIES[self.strategy].shards
+
+    @property
+    def zero_stage(self) -> int:
+        """Of DeepSpeed; 0 for the other strategies."""
+        return STRATEGIES[self.strategy].zero_stage
+
+
+@lru_cache(maxsize=4096)
+def _run(
+    method: str,
+    precision: str,
+    optimizer: str,
+    strategy: str,
+    offload: str,
+    step: str,
+    device: str,
+    activation_checkpointing: str,
+    attention: str,
+    lora_rank: int,
+    reshard_after_forward: bool,
+    bucket_elements: int,
+) -> Run:
+    for name, value in (
+        ("method", method),
+        ("precision", precision),
+        ("optimizer", optimizer),
+        ("strategy", strategy),
+        ("offload", offload),
+        ("activation_checkpointing", activation_checkpointing),
+        ("attention", attention),
+        ("step", step),
+        ("device", device),
+    ):
+        check_choice(name, value)
+    if method != "full":
+        check_counts(lora_rank=lora_rank)
+    check_combination(method=method, optimizer=optimizer, strategy=strategy, offload=offload)
+    check_counts(bucket_elements=bucket_elements)
+    if type(reshard_after_forward) is not bool:
+        raise ValueError(f"reshard_after_forward={reshard_after_forward!r}: give True or False.")
+    deepspeed, sharding = STRATEGIES[strategy].zero_stage > 0, bool(STRATEGIES[strategy].shards)
+    mixed, full = precision.endswith("mixed"), method == "full"
+    compute = 4 if precision == "fp32" else 2
+    autocast = mixed and not sharding
+    stored = 4 if precision == "fp32" or (autocast and full) else 2
+    factors = 4 if precision == "fp32" or autocast else 2
+    at_rest, master = stored, 0
+    if sharding and mixed:
+        at_rest, master = (4, 0) if strategy == "fsdp" and full else (2, 4)
+    elif deepspeed:
+        master = 4  # DeepSpeed copies its partition in fp32 whatever its dtype
+    if strategy == "fsdp":
+        master = 0  # the shards are the master copy
+    return Run(
+        method=method,
+        optimizer=optimizer,
+        strategy=strategy,
+        offload=offload,
+        step=step,
+        device=device,
+        activation_checkpointing=activation_checkpointing,
+        rank=0 if full else lora_rank,
+        numerics=Numerics(method, compute, stored, factors, autocast, attention == "eager"),
+        stored=stored,
+        factors=factors,
+        at_rest=at_rest,
+        master=master,
+        state=2 if precision == "bf16" and not deepspeed else 4,  # DeepSpeed's belong to fp32 copies
+        gradient=4 if strategy == "fsdp" and mixed else (stored if full else factors),
+        scaled=precision == "fp16-mixed",
+        reshard_after_forward=reshard_after_forward,
+        bucket_elements=bucket_elements,
+    )
+
+
+def check_sizes(shape: Shape, settings: RunSettings) -> None:
+    """Check numbers of ranks, batch and length, and that the model divides as asked. Raises ValueError."""
+    counts = settings[12:16] + settings[17:]
+    if not all(type(count) is int and count > 0 for count in counts):
+        names = RunSettings._fields[12:16] + RunSettings._fields[17:]
+        check_counts(**dict(zip(names, counts, strict=True)))
+    if type(settings.sequence_parallel) is not bool:
+        raise ValueError(f"sequence_parallel={settings.sequence_parallel!r}: give True or False.")
+    check_length(shape, settings.seq_len)
+    _check_split(
+        shape,
+        settings.method,
+        settings.strategy,
+        settings.offload,
+        settings.ranks,
+        settings.tensor_parallel,
+        settings.pipeline_parallel,
+    )
+    if settings.seq_len % settings.context_parallel:
+        raise ValueError(f"seq_len={settings.seq_len} does not divide by context_parallel={settings.context_parallel}.")
+
+
+@lru_cache(maxsize=4096)
+def _check_split(shape: Shape, method: str, strategy: str, offload: str, ranks: int, t: int, p: int) -> None:
+    if reason := why_not_tensor_parallel(shape, t, repeat_kv_heads=True):
+        raise ValueError(f"{shape.name}: {reason}")
+    if p > shape.layers:
+        raise ValueError(f"{shape.name} has {shape.layers} layers: too few for pipeline_parallel={p} stages.")
+    check_combination(method=method, strategy=strategy, offload=offload, ranks=ranks, tp=t, pp=p)
+
+
+def check_length(shape: Shape, seq_len: int) -> None:
+    """Raises ValueError for a sequence that is longer than the model's table of positions."""
     if shape.positions and seq_len > shape.positions:
         raise ValueError(
             f"{shape.name} has {shape.positions:,} learned positions: seq_len={seq_len:,} is too long for it."
         )
-    if shape.heads % t:
-        raise ValueError(f"{shape.name} has {shape.heads} heads: tensor_parallel={t} does not divide them.")
-    if shape.kv_heads % t and t % shape.kv_heads:
-        raise ValueError(
-            f"{shape.name} has {shape.kv_heads} kv heads: tensor_parallel={t} neither divides nor repeats them."
-        )
-    if shape.intermediate % t or shape.vocab % t:
-        what = "intermediate width" if shape.intermediate % t else "vocabulary"
-        size = shape.intermediate if shape.intermediate % t else shape.vocab
-        raise ValueError(f"{shape.name}'s {what} of {size:,} does not divide by tensor_parallel={t}.")
-    if p > shape.layers:
-        raise ValueError(f"{shape.name} has {shape.layers} layers: too few for pipeline_parallel={p} stages.")
-    if seq_len % c:
-        raise ValueError(f"seq_len={seq_len} does not divide by context_parallel={c}.")
-    if ranks > 1 and strategy == "single":
-        raise ValueError(f"ranks={ranks} with strategy='single': several ranks need ddp, zero1, zero2, zero3 or fsdp.")
-
-
-def check_method(method: str, optimizer: str, strategy: str, offload: str, lora_rank: int) -> None:
-    """Raises ValueError for combinations that no program runs."""
-    if method != "full":
-        check_counts(lora_rank=lora_rank)
-    if offload == "optimizer" and strategy in ("single", "ddp"):
-        raise ValueError(
-            f"offload='optimizer' needs a strategy that can: zero1, zero2, zero3 or fsdp, not {strategy!r}."
-        )
-    if offload == "all" and strategy not in ("zero3", "fsdp"):
-        raise ValueError(f"offload='all' needs sharded parameters: strategy zero3 or fsdp, not {strategy!r}.")
-    if offload != "none" and "8bit" in optimizer:
-        raise ValueError(f"optimizer={optimizer!r} has no CPU step: with offload take adamw.")
 
 
 def check_card(precision: str, on: str | Card) -> Card:

@@ -117,6 +117,16 @@ def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, positions: int
     Its count is equation 2 of arXiv:2104.04473, 12 l h^2 (1 + 13/12h + (V + s)/12lh), plus the last norm's 2h.
     """
     return Shape(
-        layers, hidden, heads, vocab, gated=False, tied=True, attention_bias=True, out_bias=True, mlp_bias=True,
-        norm_bias=True, positions=positions, name=name,
-    )  # fmt: skip
+        layers,
+        hidden,
+        heads,
+        vocab,
+        gated=False,
+        tied=True,
+        attention_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        norm_bias=True,
+        positions=positions,
+        name=name,
+    )

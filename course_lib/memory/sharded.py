@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from course_lib.choices import OFFLOADS, check_combination
+from course_lib.memory.settings import BUCKET_ELEMENTS
 from course_lib.memory.units import Tensor, as_tensors
 from course_lib.validation import pick, positive
 
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed")
 ALIGNMENT = 2  # DeepSpeed's nccl_start_alignment_factor: stages 1 and 2 pad to a multiple of it times the ranks
-BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's reduce_bucket_size
 HELD = ("parameters", "gradients", "optimizer_state", "master", "buckets", "gathered")  # these add up to "total"
 STEP = 4  # torch.optim.AdamW counts its steps in a number of its own for each tensor, 4 bytes
 
@@ -27,7 +28,7 @@ def resident_bytes(
     ranks: int,
     rank: int = 0,
     precision: str = "fp32",
-    reshard: bool | int = True,
+    reshard_after_forward: bool | int = True,
     offload: str = "none",
     trainable: Sequence[Sequence[bool]] | None = None,
     shard_ranks: int | None = None,
@@ -45,7 +46,7 @@ def resident_bytes(
         ranks: that train together. rank: which one; ranks are not equal where rows or elements do not divide.
         precision: "fp32"; "bf16", "fp16" (zero: 16-bit weights and fp32 master copies; ddp and fsdp: everything in 16
             bits); "bf16-mixed", "fp16-mixed" (ddp and fsdp: weights in fp32, computed with in 16 bits).
-        reshard: fsdp's reshard_after_forward. It changes what is there between the forward and the backward pass and
+        reshard_after_forward: fsdp's reshard_after_forward. It changes what is there between the forward and the backward pass and
             nothing at rest; taken so that one set of settings serves all.
         offload: "optimizer" (zero1 to zero3): master copies, moments and gradients on the host; "all" (zero3, fsdp):
             weights as well.
@@ -227,7 +228,7 @@ def _up(elements: int, multiple: int) -> int:
 def _check(strategy: str, ranks: int, rank: int, precision: str, offload: str, shards: int) -> None:
     pick("strategy", strategy, STRATEGIES)
     pick("precision", precision, PRECISIONS)
-    pick("offload", offload, ("none", "optimizer", "all"))
+    pick("offload", offload, OFFLOADS)
     if not 0 <= rank < ranks:
         raise ValueError(f"rank={rank} is none of the {ranks} ranks: give 0 to {ranks - 1}.")
     if precision.endswith("-mixed") and strategy.startswith("zero"):
@@ -238,7 +239,4 @@ def _check(strategy: str, ranks: int, rank: int, precision: str, offload: str, s
         raise ValueError(f"shard_ranks is fsdp's: under {strategy} all {ranks} ranks share, or none.")
     if shards < 1 or ranks % shards:
         raise ValueError(f"shard_ranks={shards} does not divide {ranks} ranks.")
-    if offload == "optimizer" and strategy not in ("zero1", "zero2", "zero3"):
-        raise ValueError(f"offload='optimizer' is of zero1, zero2 and zero3, not of {strategy}.")
-    if offload == "all" and strategy not in ("zero3", "fsdp"):
-        raise ValueError(f"offload='all' needs sharded parameters: zero3 or fsdp, not {strategy}.")
+    check_combination(strategy="ddp" if strategy == "zero0" else strategy, offload=offload)

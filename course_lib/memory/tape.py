@@ -115,7 +115,7 @@ class Tape:
         """Nothing where no gradient will come by."""
         return set(op.saved) if op.out.wants_grad else set()
 
-    def forward_moments(self, given: Tensor, *, keep: bool = True) -> list[Size]:
+    def forward_sizes(self, given: Tensor, *, keep: bool = True) -> list[Size]:
         """Sizes in sight after each operation, the input `given` counted, what lies outside the tape not.
 
         `keep` False: nothing is saved for backward (the first pass of a checkpointed block).
@@ -123,14 +123,14 @@ class Tape:
         last_use = {tensor: i for i, op in enumerate(self.ops) for tensor in (*op.inputs, *op.holds)}
         saved = self._saved_tensors() if keep else {}
         alive = {given}
-        moments = []
+        sizes = []
         for i, op in enumerate(self.ops):
             alive.add(op.out)
-            moments.append(plus(*(t.size for t in alive), op.temporary))
+            sizes.append(plus(*(t.size for t in alive), op.temporary))
             alive = {t for t in alive if last_use.get(t, len(self.ops)) > i or t in saved}
-        return moments
+        return sizes
 
-    def backward_moments(self, *, accumulate: bool = False) -> list[Size]:
+    def backward_sizes(self, *, accumulate: bool = False) -> list[Size]:
         """Sizes in sight during the backward pass: what is still saved, gradients in flight, weights' gradients.
 
         `accumulate`: a gradient is there already from an earlier micro-batch (not counted here): the new one is added to
@@ -139,7 +139,7 @@ class Tape:
         users = self._saved_tensors()
         alive: dict[object, Size] = {tensor: tensor.size for tensor in users}
         grads: dict[Tensor, Size] = {self.ops[-1].out: self.ops[-1].out.grad_size}
-        moments = []
+        sizes = []
         for op in reversed(self.ops):
             grad_out = grads.get(op.out, {})
             wanted = [tensor for tensor in dict.fromkeys(op.inputs) if tensor.wants_grad]
@@ -147,7 +147,7 @@ class Tape:
             made = {t: {} if op.passes_through and t.size == op.out.size else t.grad_size for t in wanted}
             if op.weight_grad:
                 alive[op] = op.weight_grad
-            moments.append(plus(*alive.values(), *grads.values(), *made.values(), op.backward_temporary))
+            sizes.append(plus(*alive.values(), *grads.values(), *made.values(), op.backward_temporary))
             if accumulate:
                 alive.pop(op, None)
             grads.pop(op.out, None)
@@ -159,7 +159,7 @@ class Tape:
                 users[tensor] -= 1
                 if not users[tensor]:
                     del alive[tensor]
-        return moments
+        return sizes
 
 
 def highest(sizes: list[Size]) -> list[Size]:

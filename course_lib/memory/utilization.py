@@ -50,9 +50,17 @@ def utilization(flops_per_second: float, peak: float | str | Card, counted: str 
 
 
 def mfu(
-    model: str | Shape | Any, tokens_per_second: float, *, seq_len: int, peak: float | str | Card, gpus: int = 1,
-    attention: bool = True, causal: bool = False, counted: str = "matrices", frozen: bool = False,
-) -> Utilization:  # fmt: skip
+    model: str | Shape | Any,
+    tokens_per_second: float,
+    *,
+    seq_len: int,
+    peak: float | str | Card,
+    gpus: int = 1,
+    attention: bool = True,
+    causal: bool = False,
+    counted: str = "matrices",
+    frozen: bool = False,
+) -> Utilization:
     """Model FLOPs utilisation: the FLOPs that the mathematics needs, recomputation not counted, over the peak.
 
     `tokens_per_second` of all `gpus` together; the rest as in `flops_per_token` and `utilization`.
@@ -64,9 +72,18 @@ def mfu(
 
 
 def hfu(
-    model: str | Shape | Any, tokens_per_second: float, *, seq_len: int, peak: float | str | Card, recompute: str, gpus: int = 1,
-    attention: bool = True, causal: bool = False, counted: str = "matrices", frozen: bool = False,
-) -> Utilization:  # fmt: skip
+    model: str | Shape | Any,
+    tokens_per_second: float,
+    *,
+    seq_len: int,
+    peak: float | str | Card,
+    recompute: str,
+    gpus: int = 1,
+    attention: bool = True,
+    causal: bool = False,
+    counted: str = "matrices",
+    frozen: bool = False,
+) -> Utilization:
     """Hardware FLOPs utilisation: what is recomputed counts too, so it is never below `mfu`.
 
     What flash attention recomputes inside its own backward kernel is not counted. Arguments as of `mfu`.

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-AXES = ("pp", "dp", "cp", "tp")  # slowest first
-NAMES = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor"}
+from course_lib.choices import AXES
+from course_lib.validation import check_counts, pick
+
 ORDERS = tuple(f"{axis} fastest" for axis in reversed(AXES))
 
 
@@ -34,12 +35,8 @@ class Grid:
     order: str = "tp fastest"
 
     def __post_init__(self) -> None:
-        for axis in AXES:
-            width = getattr(self, axis)
-            if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-                raise ValueError(f"{axis}={width!r}: give a whole number of ranks, at least 1.")
-        if self.order not in ORDERS:
-            raise ValueError(f"order={self.order!r}: choose one of {', '.join(ORDERS)}.")
+        check_counts(**{axis: getattr(self, axis) for axis in AXES})
+        pick("order", self.order, ORDERS)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -90,8 +87,7 @@ class Grid:
         if not axes:
             raise ValueError(f"Name the axis of the groups: one of {', '.join(AXES)}.")
         for axis in axes:
-            if axis not in AXES:
-                raise ValueError(f"axis={axis!r}: choose one of {', '.join(AXES)}.")
+            pick("axis", axis, AXES)
         inside, others = self._offsets(axes), self._offsets(tuple(axis for axis in AXES if axis not in axes))
         return [[first + offset for offset in inside] for first in others]
 

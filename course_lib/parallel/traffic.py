@@ -5,7 +5,7 @@ some messages every time; others travel once in an optimizer step, however many 
 says which. The letters of the formulas: b sequences in a micro-batch, s tokens a sequence, h hidden, e bytes a number,
 L layers, k = kv_heads x head_dim.
 
->>> tensor_parallel(shape_of("llama-3.1-8b"), tp=8, micro_batch=1, seq_len=8192)
+>>> tensor_parallel(shape_of("llama-3.1-8b"), tp=8, micro_batch_size=1, seq_len=8192)
 >>> sum(m.total_bytes for m in data_parallel(8_030_261_248, dp=8, strategy="zero3"))
 
 Sources: Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053), tensor parallelism; Korthikanti et al. 2022, "Reducing
@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from course_lib.choices import STRATEGIES, Widths, why_not_tensor_parallel
 from course_lib.memory.shapes import Shape
 from course_lib.validation import check_counts, pick
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 LOSS_BYTES = 4  # maxima, sums and targets' logits of the loss are fp32 whatever the model is in
 
 
@@ -53,7 +53,7 @@ def tensor_parallel(
     shape: Shape,
     *,
     tp: int,
-    micro_batch: int,
+    micro_batch_size: int,
     seq_len: int,
     element: int = 2,
     sequence_parallel: bool = False,
@@ -78,7 +78,7 @@ def tensor_parallel(
     Args:
         shape: of the model.
         tp: ranks; 1 sends nothing.
-        micro_batch: sequences in one forward pass of these ranks together, b.
+        micro_batch_size: sequences in one forward pass of these ranks together, b.
         seq_len: tokens a sequence, s; with context parallelism those of one context-parallel rank.
         element: bytes of an activation: 2 in bf16 and fp16, 4 in fp32.
         sequence_parallel, vocab_parallel: as above.
@@ -86,17 +86,15 @@ def tensor_parallel(
     Raises:
         ValueError: numbers below 1, heads or kv heads that do not divide, a sequence that cannot be cut.
     """
-    check_counts(tp=tp, micro_batch=micro_batch, seq_len=seq_len, element=element)
-    if shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
-        raise ValueError(
-            f"tp={tp}: {shape.heads} heads and {shape.kv_heads} kv heads do not divide over so many ranks: take a "
-            "number that divides both."
-        )
+    check_counts(tp=tp, micro_batch_size=micro_batch_size, seq_len=seq_len, element=element)
+    widths = Widths(shape.heads, shape.kv_heads, shape.intermediate, shape.heads)  # vocabularies are padded
+    if reason := why_not_tensor_parallel(widths, tp, repeat_kv_heads=True):
+        raise ValueError(reason)
     if sequence_parallel and seq_len % tp:
         raise ValueError(f"seq_len={seq_len} does not divide over tp={tp} ranks, as sequence parallelism needs it to.")
     if tp == 1:
         return []
-    states = micro_batch * seq_len * shape.hidden * element
+    states = micro_batch_size * seq_len * shape.hidden * element
     pairs = 2 * shape.layers + vocab_parallel  # the embedding's g and the output layer's f make one more pair
     sent = []
     if sequence_parallel:
@@ -108,7 +106,7 @@ def tensor_parallel(
     else:
         sent.append(Message("all_reduce", 2 * pairs, states, "tp"))
     if vocab_parallel:
-        sent.append(Message("all_reduce", 3, micro_batch * seq_len * LOSS_BYTES, "tp"))
+        sent.append(Message("all_reduce", 3, micro_batch_size * seq_len * LOSS_BYTES, "tp"))
     if tp > shape.kv_heads:
         sent.append(Message("all_reduce", 2 * shape.layers, shape.head_dim * shape.hidden * 4, "tp", "step"))
     return sent
@@ -118,15 +116,15 @@ def pipeline(
     shape: Shape,
     *,
     pp: int,
-    chunks: int = 1,
-    micro_batch: int,
+    virtual_stages: int = 1,
+    micro_batch_size: int,
     seq_len: int,
     tp: int = 1,
     cp: int = 1,
     element: int = 2,
     sequence_parallel: bool = False,
 ) -> list[Message]:
-    """Splitting the layers over `pp` ranks, in `chunks` stages each: hidden states forward, their gradients backward.
+    """Splitting the layers over `pp` ranks, in `virtual_stages` stages each: hidden states forward, their gradients backward.
 
     A message is b s h e / cp bytes, and / tp more under sequence parallelism, where each tensor-parallel rank hands on
     its part of the sequence. pp v stages have pp v - 1 borders, each crossed once forward and once backward; a rank in
@@ -136,16 +134,26 @@ def pipeline(
     Raises:
         ValueError: numbers below 1, more stages than layers, a sequence that cannot be cut.
     """
-    check_counts(pp=pp, chunks=chunks, micro_batch=micro_batch, seq_len=seq_len, tp=tp, cp=cp, element=element)
-    if pp * chunks > shape.layers:
-        raise ValueError(f"{shape.layers} layers do not fill pp={pp} x chunks={chunks} stages: take fewer.")
+    check_counts(
+        pp=pp,
+        virtual_stages=virtual_stages,
+        micro_batch_size=micro_batch_size,
+        seq_len=seq_len,
+        tp=tp,
+        cp=cp,
+        element=element,
+    )
+    if pp * virtual_stages > shape.layers:
+        raise ValueError(
+            f"{shape.layers} layers do not fill pp={pp} x virtual_stages={virtual_stages} stages: take fewer."
+        )
     parts = cp * (tp if sequence_parallel else 1)
     if seq_len % parts:
         raise ValueError(f"seq_len={seq_len} does not divide into {parts} parts: take a multiple of {parts} tokens.")
     if pp == 1:
         return []
-    count = 2 * chunks if pp > 2 else 2 * chunks - 1
-    return [Message("send", count, micro_batch * (seq_len // parts) * shape.hidden * element, "pp")]
+    count = 2 * virtual_stages if pp > 2 else 2 * virtual_stages - 1
+    return [Message("send", count, micro_batch_size * (seq_len // parts) * shape.hidden * element, "pp")]
 
 
 def data_parallel(
@@ -155,7 +163,7 @@ def data_parallel(
     strategy: str = "ddp",
     element: int = 2,
     grad_element: int = 4,
-    checkpointing: bool = False,
+    activation_checkpointing: bool = False,
 ) -> list[Message]:
     """Copies of the model, or shards of one, over `dp` ranks; N parameters.
 
@@ -163,7 +171,7 @@ def data_parallel(
     - "zero1": a reduce-scatter of N gradients and an all-gather of N parameters a step: the same bytes on a ring.
     - "zero2": the same, but gradients are scattered with every micro-batch, for no rank keeps them whole.
     - "zero3", "fsdp": with every micro-batch parameters are gathered for the forward pass and again for the backward
-      pass, and gradients scattered. `checkpointing` has ZeRO-3 gather a third time, for the pass that is computed again
+      pass, and gradients scattered. `activation_checkpointing` has ZeRO-3 gather a third time, for the pass that is computed again
       (ZeRO-Infinity, arXiv:2104.07857, section 4.1); FSDP2 computes it again inside the backward pass's gathering.
 
     Args:
@@ -175,7 +183,7 @@ def data_parallel(
         ValueError: an unknown strategy; numbers below 1.
     """
     check_counts(dp=dp, element=element, grad_element=grad_element)
-    pick("strategy", strategy, STRATEGIES)
+    pick("strategy", strategy, [name for name in STRATEGIES if name != "single"])
     if not num_parameters > 0:
         raise ValueError(f"num_parameters={num_parameters!r}: give a number above 0.")
     if dp == 1:
@@ -189,11 +197,14 @@ def data_parallel(
     scattered = Message("reduce_scatter", 1, gradients, "dp")
     if strategy == "zero2":
         return [scattered, Message("all_gather", 1, parameters, "dp", "step")]
-    return [Message("all_gather", 3 if checkpointing and strategy == "zero3" else 2, parameters, "dp"), scattered]
+    return [
+        Message("all_gather", 3 if activation_checkpointing and strategy == "zero3" else 2, parameters, "dp"),
+        scattered,
+    ]
 
 
 def context_parallel(
-    shape: Shape, *, cp: int, micro_batch: int, seq_len: int, tp: int = 1, element: int = 2
+    shape: Shape, *, cp: int, micro_batch_size: int, seq_len: int, tp: int = 1, element: int = 2
 ) -> list[Message]:
     """Splitting the sequence over `cp` ranks, attention too: keys and values go round a ring (arXiv:2310.01889).
 
@@ -210,11 +221,11 @@ def context_parallel(
     Raises:
         ValueError: numbers below 1, a sequence that cannot be cut.
     """
-    check_counts(cp=cp, micro_batch=micro_batch, seq_len=seq_len, tp=tp, element=element)
+    check_counts(cp=cp, micro_batch_size=micro_batch_size, seq_len=seq_len, tp=tp, element=element)
     if seq_len % cp:
         raise ValueError(f"seq_len={seq_len} does not divide over cp={cp} ranks: take a multiple of {cp} tokens.")
     if cp == 1:
         return []
     heads = max(shape.kv_heads // tp, 1)
-    size = 2 * micro_batch * (seq_len // cp) * heads * shape.head_dim * element
+    size = 2 * micro_batch_size * (seq_len // cp) * heads * shape.head_dim * element
     return [Message("send", (3 * cp - 2) * shape.layers, size, "cp")]

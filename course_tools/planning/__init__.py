@@ -13,6 +13,20 @@ from course_tools.planning.planner import plan
 from course_tools.planning.procedure import Procedure, procedure
 
 __all__ = [
-    "CONSTANTS", "MFU_DEFINITION", "Answer", "Constants", "Grid", "Machines", "NoPlan", "Plan", "Procedure", "Refusal",
-    "Settings", "Verdict", "check_settings", "machines", "plan", "procedure",
-]  # fmt: skip
+    "CONSTANTS",
+    "MFU_DEFINITION",
+    "Answer",
+    "Constants",
+    "Grid",
+    "Machines",
+    "NoPlan",
+    "Plan",
+    "Procedure",
+    "Refusal",
+    "Settings",
+    "Verdict",
+    "check_settings",
+    "machines",
+    "plan",
+    "procedure",
+]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from course_lib.choices import AXES, METHODS, STRATEGIES
 from course_lib.memory import Breakdown, Shape
 from course_lib.parallel.grid import Grid
 from course_tools.planning.machines import Machines
 
-GIB = 2**30
-
 
 def words(grid: Grid) -> str:
     """DP 4 x TP 2, as a reader says it."""
-    axes = {"DP": grid.dp, "TP": grid.tp, "PP": grid.pp, "CP": grid.cp}
-    return " x ".join(f"{name} {ranks}" for name, ranks in axes.items() if ranks > 1) or "1 GPU"
+    return " x ".join(f"{axis.upper()} {getattr(grid, axis)}" for axis in AXES if getattr(grid, axis) > 1) or "1 GPU"
 
 
 @dataclass(frozen=True)
@@ -25,9 +23,10 @@ class Settings:
         strategy: "single", "ddp", "zero1", "zero2", "zero3", "fsdp". method: "full", "lora", "qlora".
         dp, tp, pp, cp: ranks along the data, tensor, pipeline and context axis.
         sequence_parallel: norms and residuals split along the sequence over the tensor-parallel ranks.
-        micro_batch: sequences in one forward pass of one data-parallel rank. micro_batches: such passes in one step.
-        chunks: layer groups that each pipeline stage holds (interleaved 1F1B where more than 1).
-        checkpointing: "none", "selective", "full". offload: "none", "optimizer", "all".
+        micro_batch_size: sequences in one forward pass of one data-parallel rank. num_microbatches: such passes in
+            one step.
+        virtual_stages: stages that each pipeline rank holds (interleaved 1F1B where more than 1).
+        activation_checkpointing: "none", "selective", "full". offload: "none", "optimizer", "all".
     """
 
     strategy: str
@@ -37,10 +36,10 @@ class Settings:
     pp: int = 1
     cp: int = 1
     sequence_parallel: bool = False
-    micro_batch: int = 1
-    micro_batches: int = 1
-    chunks: int = 1
-    checkpointing: str = "none"
+    micro_batch_size: int = 1
+    num_microbatches: int = 1
+    virtual_stages: int = 1
+    activation_checkpointing: str = "none"
     offload: str = "none"
     precision: str = "bf16-mixed"
 
@@ -54,21 +53,14 @@ class Settings:
         return (self.method, self.strategy, self.offload, self.grid)
 
     def __str__(self) -> str:
-        said = [f"{NAMES[self.method]} by {NAMES[self.strategy]}", f"on {words(self.grid)}"]
-        said.append(f"micro-batch {self.micro_batch} x {self.micro_batches}")
-        said += [f"{self.chunks} chunks a stage"] if self.chunks > 1 else []
-        said += ["sequence parallelism"] if self.sequence_parallel else []
-        said += [f"{self.checkpointing} checkpointing"] if self.checkpointing != "none" else []
-        said += ["optimizer on the host" if self.offload == "optimizer" else "all states on the host"] * (
-            self.offload != "none"
-        )
-        return ", ".join(said)
-
-
-NAMES = {
-    "full": "full training", "lora": "LoRA", "qlora": "QLoRA", "single": "one process", "ddp": "DDP", "zero1": "ZeRO-1",
-    "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP",
-}  # fmt: skip
+        parts = [f"{METHODS[self.method]} by {STRATEGIES[self.strategy].label}", f"on {words(self.grid)}"]
+        parts.append(f"micro-batch {self.micro_batch_size} x {self.num_microbatches}")
+        parts.append(f"{self.virtual_stages} virtual stages" if self.virtual_stages > 1 else "")
+        parts.append("sequence parallelism" if self.sequence_parallel else "")
+        checkpointing = self.activation_checkpointing
+        parts.append(f"{checkpointing} checkpointing" if checkpointing != "none" else "")
+        parts.append({"none": "", "optimizer": "optimizer on the host", "all": "all states on the host"}[self.offload])
+        return ", ".join(filter(None, parts))
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ class Plan(Settings):
     """Settings that fit, and what they are predicted to cost.
 
     Attributes:
-        memory: of the fullest GPU, `course_lib.memory.Breakdown`; with chunks its peak has what interleaving adds.
+        memory: of the fullest GPU, `course_lib.memory.Breakdown`; with virtual stages its peak has what interleaving adds.
         step_seconds: of one optimizer step. parts: its seconds by name; they add up to it.
         mfu: share of the card's peak that the model's own FLOPs make up, by MFU_DEFINITION.
         days: for `tokens`; None where no tokens were given.

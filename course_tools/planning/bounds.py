@@ -1,6 +1,6 @@
 """What a setting needs at the very least, for many at once: it spares `estimate` those that cannot fit anyway.
 
-Two moments of a step, of those `course_lib.memory.moments` knows, with everything left out that is not sure: the
+Two phases of a step, of those `course_lib.memory.phases` knows, with everything left out that is not sure: the
 optimizer's step, and the forward pass of the last block under 1F1B. Never above `estimate`: a test holds it to that.
 """
 
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from course_lib.choices import ACTIVATION_CHECKPOINTING
 from course_lib.memory.breakdown import CUDA_CONTEXT, LEAST_WASTE
-from course_lib.memory.moments import sizes, stage
 from course_lib.memory.parameters import count, held
-from course_tools.planning.fit import run_for
+from course_lib.memory.phases import sizes, stage
+from course_lib.memory.settings import RunSettings
+from course_tools.planning.fit import run_of
 from course_tools.planning.question import Question
-from course_tools.planning.table import CHECKPOINTING, Table
+from course_tools.planning.table import Table
 
 SURE = 0.999  # roundings of single tensors go both ways
 
@@ -21,10 +23,10 @@ SURE = 0.999  # roundings of single tensors go both ways
 def least_bytes(question: Question, table: Table) -> np.ndarray:
     """Bytes that a card must have at least, as `Breakdown.device` counts them."""
     resting, stepping = _static(question, table)
-    pp = table.axis(2)
+    pp = table.axis("pp")
     layers = -(-question.shape.layers // pp)
     in_flight = np.minimum(np.where(table.v > 1, pp + (pp - 1) / table.v, pp), table.m)
-    block = _block(question, table) * table.b / table.axis(3)
+    block = _block(question, table) * table.b / table.axis("cp")
     # behind a frozen embedding the first block keeps less than the others
     frozen = np.array([way.method != "full" for way in table.ways])[table.way]
     forward = resting + np.maximum(in_flight * (layers - frozen) - 1, 0) * block
@@ -36,10 +38,10 @@ def _static(question: Question, table: Table) -> tuple[np.ndarray, np.ndarray]:
     shape = question.shape
     resting = np.zeros((len(table.grids), len(table.ways)))
     stepping = np.zeros_like(resting)
-    runs = [run_for(question, *way, "none") for way in table.ways]
-    for index, (dp, tp, pp, cp) in enumerate(table.grids):
-        ranks = dp * cp
-        here = held(shape, tp, -(-shape.layers // pp), True, pp == 1, question.lora_rank)
+    runs = [run_of(question, *way) for way in table.ways]
+    for index, grid in enumerate(table.grids):
+        ranks, pp = grid.dp * grid.cp, grid.pp
+        here = held(shape, grid.tp, -(-shape.layers // pp), True, pp == 1, question.lora_rank)
         matrices, base, factors = count(here.matrices), count(here.all_base()), count(here.factors)
         for number, (way, run) in enumerate(zip(table.ways, runs, strict=True)):
             full = way.method == "full"
@@ -47,11 +49,11 @@ def _static(question: Question, table: Table) -> tuple[np.ndarray, np.ndarray]:
             weights = run.at_rest * base + (0 if full else run.factors * factors)
             if way.method == "qlora":
                 weights = run.at_rest * (base - matrices) + matrices / 2 + run.factors * factors
-            states = (2 * run.state + run.master) * trained / (ranks if run.sharding else 1)
+            states = (2 * run.state + run.master) * trained / (ranks if run.shards else 1)
             gradients = run.gradient * trained * (2 if way.strategy == "ddp" else 1)
-            if way.strategy in ("zero3", "fsdp"):
+            if "weights" in run.shards:
                 weights, gradients = weights / ranks, gradients / ranks
-            elif run.sharding:
+            elif run.shards:
                 gradients = 0.0
             if way.offload != "none":
                 states = gradients = 0.0
@@ -65,18 +67,19 @@ def _static(question: Question, table: Table) -> tuple[np.ndarray, np.ndarray]:
 def _block(question: Question, table: Table) -> np.ndarray:
     """Bytes that autograd keeps of one block, of one sequence that nobody shares, for each row."""
     shape = question.shape
-    degrees = sorted({grid[1] for grid in table.grids})
-    values = np.zeros((len(degrees), len(table.ways), len(CHECKPOINTING), 2))
+    degrees = sorted({grid.tp for grid in table.grids})
+    values = np.zeros((len(degrees), len(table.ways), len(ACTIVATION_CHECKPOINTING), 2))
     known: dict[tuple, list[float]] = {}
     for i, tp in enumerate(degrees):
         for split in (False, True) if tp > 1 else (False,):
             for j, way in enumerate(table.ways):
-                run = run_for(question, *way, "none")
+                run = run_of(question, *way)
                 key = (i, split, run.numerics)
                 if key not in known:
-                    one, two = (sizes(shape, b, question.seq_len, tp, 1, split, run.rank) for b in (1, 2))
+                    at = RunSettings(tensor_parallel=tp, sequence_parallel=split, seq_len=question.seq_len)
+                    one, two = (sizes(shape, at._replace(micro_batch_size=b), run.rank) for b in (1, 2))
                     rows = stage(run, shape, 1, tp, 1, False, False, False).forms.matrix[[0, 5, 4]]
                     known[key] = (rows @ (two.elements - one.elements)).tolist()
                 values[i, j, :, int(split)] = known[key]
-    which = np.array([degrees.index(grid[1]) for grid in table.grids])[table.grid]
+    which = np.array([degrees.index(grid.tp) for grid in table.grids])[table.grid]
     return values[which, table.way, table.kept, table.split.astype(int)]

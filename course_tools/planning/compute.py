@@ -31,8 +31,8 @@ class Block(NamedTuple):
 
     @property
     def total(self) -> np.ndarray:
-        return (self.products + self.attention * self.attention_passes + self.elementwise + self.recomputed
-                + self.dequantized + self.waiting)  # fmt: skip
+        attention = self.attention * self.attention_passes
+        return self.products + attention + self.elementwise + self.recomputed + self.dequantized + self.waiting
 
 
 def rates(question: Question) -> tuple[float, float]:
@@ -46,9 +46,9 @@ def block_seconds(question: Question, table: Table, tp: np.ndarray, tokens: np.n
     """`tokens`: of a micro-batch on one GPU."""
     shape, k, e = question.shape, question.constants, question.element
     flops, memory = rates(question)
-    degrees = sorted({grid[1] for grid in table.grids})
+    degrees = sorted({grid.tp for grid in table.grids})
     local = [list(local_matrices(shape, t).values()) for t in degrees]
-    which = np.array([degrees.index(grid[1]) for grid in table.grids])[table.grid]
+    which = np.array([degrees.index(grid.tp) for grid in table.grids])[table.grid]
     weights = np.array([float(sum(r * c for r, c in one)) for one in local])[which]
     sides = np.array([float(sum(r + c for r, c in one)) for one in local])[which]
 
@@ -59,7 +59,7 @@ def block_seconds(question: Question, table: Table, tp: np.ndarray, tokens: np.n
 
     eager = question.attention == "eager"
     keys = question.seq_len if eager else question.seq_len / 2
-    at_once = question.seq_len / table.axis(3)
+    at_once = question.seq_len / table.axis("cp")
     rate = flops if eager else flops * k.flash / k.matmul * at_once / (at_once + k.flash_half)
     attention = 4 * tokens * keys * shape.attention_width / tp / rate
     passes = 3.0 if eager else 1 + k.backward_flash

@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import numpy as np
 
+from course_lib.choices import STRATEGIES
 from course_lib.memory import flops_per_token
 from course_lib.parallel import traffic
+from course_lib.parallel.grid import Grid
 from course_tools.planning.compute import block_seconds, head_seconds
 from course_tools.planning.network import Network
 from course_tools.planning.question import Question
 from course_tools.planning.table import Table, Way
 
 PARTS = (
-    "matrix products", "attention", "element-wise layers", "recomputation", "dequantization", "kernel launches",
-    "uneven stages", "pipeline bubble", "pipeline sends", "tensor parallelism", "context parallelism", "data parallelism",
-    "optimizer", "offload",
-)  # fmt: skip
+    "matrix products",
+    "attention",
+    "element-wise layers",
+    "recomputation",
+    "dequantization",
+    "kernel launches",
+    "uneven stages",
+    "pipeline bubble",
+    "pipeline sends",
+    "tensor parallelism",
+    "context parallelism",
+    "data parallelism",
+    "optimizer",
+    "offload",
+)
 MFU_DEFINITION = (
     "MFU: 6 FLOPs (4 where the weights are frozen) x parameters that multiply, output layer included, attention over the "
     "keys in sight, recomputation not counted, over the card's dense 16-bit peak"
@@ -30,7 +43,7 @@ def step_parts(question: Question, table: Table) -> dict[str, np.ndarray]:
     """Seconds by PARTS; a row's step takes their sum."""
     shape, k = question.shape, question.constants
     network = Network(question.machines, k)
-    dp, tp, pp, cp = (table.axis(which).astype(float) for which in range(4))
+    dp, tp, pp, cp = (table.axis(name).astype(float) for name in ("dp", "tp", "pp", "cp"))
     tokens = table.b * (question.seq_len / cp)
     block = block_seconds(question, table, tp, tokens)
     head, logits = head_seconds(question, table, tp, tokens)
@@ -84,13 +97,19 @@ def _tensor(question: Question, table: Table, network: Network) -> np.ndarray:
     """Of one micro-batch, all layers."""
     fixed = np.zeros((len(table.grids), 2))
     linear = np.zeros_like(fixed)
-    for index, (_, tp, _, cp) in enumerate(table.grids):
+    for index, grid in enumerate(table.grids):
+        tp, cp = grid.tp, grid.cp
         for split in (False, True) if tp > 1 else ():
             length = question.seq_len // cp
             if split and length % tp:
                 continue
             for sent in traffic.tensor_parallel(
-                question.shape, tp=tp, micro_batch=1, seq_len=length, element=question.element, sequence_parallel=split
+                question.shape,
+                tp=tp,
+                micro_batch_size=1,
+                seq_len=length,
+                element=question.element,
+                sequence_parallel=split,
             ):
                 wire = network.wire(sent.collective, 1, tp)
                 if sent.every == "micro_batch":
@@ -103,9 +122,10 @@ def _tensor(question: Question, table: Table, network: Network) -> np.ndarray:
 def _context(question: Question, table: Table, network: Network) -> np.ndarray:
     """Of one micro-batch, all layers."""
     fixed, linear = np.zeros(len(table.grids)), np.zeros(len(table.grids))
-    for index, (_, tp, _, cp) in enumerate(table.grids):
+    for index, grid in enumerate(table.grids):
+        tp, cp = grid.tp, grid.cp
         for sent in traffic.context_parallel(
-            question.shape, cp=cp, micro_batch=1, seq_len=question.seq_len, tp=tp, element=question.element
+            question.shape, cp=cp, micro_batch_size=1, seq_len=question.seq_len, tp=tp, element=question.element
         ):
             wire = network.wire(sent.collective, tp, cp)
             fixed[index] += sent.count * wire.latency
@@ -116,17 +136,24 @@ def _context(question: Question, table: Table, network: Network) -> np.ndarray:
 def _sends(question: Question, table: Table, network: Network) -> np.ndarray:
     """Of one micro-batch, what a stage in the middle sends: forward and backward for each of its chunks."""
     fixed, linear = np.zeros(len(table.grids)), np.zeros((len(table.grids), 2))
-    for index, (dp, tp, pp, cp) in enumerate(table.grids):
+    for index, grid in enumerate(table.grids):
+        tp, pp, cp = grid.tp, grid.pp, grid.cp
         if pp == 1:
             continue
-        wire = network.wire("send", tp * cp * dp, pp)
+        wire = network.wire("send", tp * cp * grid.dp, pp)
         for split in (False, True):
             if split and question.seq_len // cp % tp:
                 continue
             sent = traffic.pipeline(
-                question.shape, pp=pp, micro_batch=1, seq_len=question.seq_len, tp=tp, cp=cp, element=question.element,
+                question.shape,
+                pp=pp,
+                micro_batch_size=1,
+                seq_len=question.seq_len,
+                tp=tp,
+                cp=cp,
+                element=question.element,
                 sequence_parallel=split,
-            )[0]  # fmt: skip
+            )[0]
             fixed[index] = 2 * wire.latency
             linear[index, int(split)] = 2 * sent.num_bytes * wire.each
     return table.v * (fixed[table.grid] + linear[table.grid, table.split.astype(int)] * table.b)
@@ -139,8 +166,8 @@ def _data(question: Question, table: Table, network: Network, passes: np.ndarray
     often, once, late = np.zeros((*shape, 2)), np.zeros(shape), np.zeros(shape)
     streamed = np.zeros(shape)
     each_way = [way_bytes(question, way) for way in table.ways]
-    for index, (dp, tp, pp, cp) in enumerate(table.grids):
-        ranks = dp * cp
+    for index, grid in enumerate(table.grids):
+        ranks, tp, pp = grid.dp * grid.cp, grid.tp, grid.pp
         for number, way in enumerate(table.ways):
             held, trained, weight, gradient = each_way[number]
             if way.offload == "all":
@@ -150,11 +177,11 @@ def _data(question: Question, table: Table, network: Network, passes: np.ndarray
             units = -(-question.shape.layers // pp) + 1
             for full in (0, 1):
                 for sent in traffic.data_parallel(
-                    1.0, dp=ranks, strategy=way.strategy, element=1, grad_element=1, checkpointing=bool(full)
+                    1.0, dp=ranks, strategy=way.strategy, element=1, grad_element=1, activation_checkpointing=bool(full)
                 ):
                     wire = network.wire(sent.collective, tp, ranks)
                     gathers = sent.collective == "all_gather"
-                    sharded = way.strategy in ("zero3", "fsdp")
+                    sharded = "weights" in STRATEGIES[way.strategy].shards
                     each = (held * weight if sharded else trained * weight) if gathers else trained * gradient
                     seconds = wire.seconds(sent.count * (units if sharded else 1), sent.count * each * here[index])
                     # course_lib.memory counts fsdp's gradients as whole until the last micro-batch
@@ -172,14 +199,20 @@ def _data(question: Question, table: Table, network: Network, passes: np.ndarray
     return data, table.m * streamed[table.grid, table.way]
 
 
-def stage_parameters(question: Question, grids: list[tuple[int, int, int, int]]) -> np.ndarray:
+def stage_parameters(question: Question, grids: list[Grid]) -> np.ndarray:
     """Parameters of the base model on one GPU of the fullest stage, sharding left out."""
     shape = question.shape
-    outer = shape.embedding_parameters
+    embedding, head = shape.embedding_parameters, shape.head_parameters
     return np.array(
-        [(-(-shape.layers // pp) * shape.block_parameters + max(outer, shape.head_parameters) * (1 if pp > 1 else 0)
-          + (outer + shape.head_parameters if pp == 1 else 0)) / tp for _, tp, pp, _ in grids]
-    )  # fmt: skip
+        [
+            (
+                -(-shape.layers // grid.pp) * shape.block_parameters
+                + (max(embedding, head) if grid.pp > 1 else embedding + head)
+            )
+            / grid.tp
+            for grid in grids
+        ]
+    )
 
 
 def adapter_share(question: Question) -> float:
@@ -192,10 +225,10 @@ def way_bytes(question: Question, way: Way) -> tuple[float, float, float, float]
     """(parameters held, parameters trained) over the model's, and bytes of a weight and of a gradient as they travel."""
     adapters = adapter_share(question)
     weight: float = question.element
-    gradient: float = 4 if question.precision.endswith("mixed") and not way.strategy.startswith("zero") else weight
+    gradient: float = 4 if question.precision.endswith("mixed") and not STRATEGIES[way.strategy].zero_stage else weight
     if way.method == "full":
         return 1.0, 1.0, weight, gradient
-    if way.method == "qlora" and way.strategy in ("zero3", "fsdp"):
+    if way.method == "qlora" and "weights" in STRATEGIES[way.strategy].shards:
         weight = 0.52
     return 1.0 + adapters, adapters, weight, gradient
 
@@ -207,10 +240,10 @@ def _optimizer(question: Question, table: Table) -> tuple[np.ndarray, np.ndarray
     rate = question.machines.card.bandwidth * k.memory
     moved = k.optimizer_bytes * (0.5 if question.precision == "bf16" else 1.0)
     each_way = [way_bytes(question, way) for way in table.ways]
-    for index, (dp, _, _, cp) in enumerate(table.grids):
+    for index, grid in enumerate(table.grids):
         for number, way in enumerate(table.ways):
             _, trained, weight, gradient = each_way[number]
-            mine = here[index] * trained / (dp * cp if way.strategy not in ("single", "ddp") else 1)
+            mine = here[index] * trained / (grid.dp * grid.cp if STRATEGIES[way.strategy].shards else 1)
             if way.offload == "none":
                 gpu[index, number] = mine * moved / rate
             else:

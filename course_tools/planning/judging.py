@@ -6,21 +6,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from course_lib.choices import AXES, check_choice, why_not_tensor_parallel
 from course_lib.memory import Shape
 from course_lib.parallel.grid import Grid
+from course_lib.units import GIB
 from course_lib.validation import pick
-from course_tools.planning.answer import GIB, NoPlan, Plan, Refusal, words
+from course_tools.planning.answer import NoPlan, Plan, Refusal, words
 from course_tools.planning.machines import Machines
 from course_tools.planning.planner import plan
-from course_tools.planning.question import METHODS, STRATEGIES, Question, question
+from course_tools.planning.question import Question, question
 from course_tools.planning.refusing import refusal
 from course_tools.planning.search import NoVariant, best_of, measured
-from course_tools.planning.space import goes, micro_batches
+from course_tools.planning.space import micro_batch_sizes, way_fault
 from course_tools.planning.table import Way
 
-AXES = ("dp", "tp", "pp", "cp")
 OTHERS = 3  # plans that are named where the configuration itself cannot be mended along one axis
-VARIANT = ("micro_batch", "chunks", "checkpointing", "sequence_parallel")
+VARIANT = ("micro_batch_size", "virtual_stages", "activation_checkpointing", "sequence_parallel")
 
 
 @dataclass(frozen=True)
@@ -49,36 +50,55 @@ class Verdict:
 
 
 def check_settings(
-    model: str | Shape | Any, cluster: str | Machines, *, global_batch: int, seq_len: int, strategy: str, method: str = "full",
-    dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, offload: str = "none", precision: str | None = None,
-    attention: str = "flash", **variant: Any,
-) -> Verdict:  # fmt: skip
+    model: str | Shape | Any,
+    cluster: str | Machines,
+    *,
+    global_batch: int,
+    seq_len: int,
+    strategy: str,
+    method: str = "full",
+    dp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    offload: str = "none",
+    precision: str | None = None,
+    attention: str = "flash",
+    **variant: Any,
+) -> Verdict:
     """Check a configuration before it waits in a queue.
 
     Args:
         model, cluster, global_batch, seq_len, precision, attention: as of `plan`.
         strategy, method, dp, tp, pp, cp, offload: the configuration.
-        variant: micro_batch, chunks, checkpointing, sequence_parallel where they are given; what is not is chosen.
+        variant: micro_batch_size, virtual_stages, activation_checkpointing, sequence_parallel where they are given; what
+            is not is chosen.
 
     Raises:
         ValueError: an unknown name, a number below 1.
 
     >>> print(check_settings("gpt3-175b", "49x8xa100-40gb", global_batch=1536, seq_len=2048, strategy="zero1", dp=2, pp=49, tp=2))
     """
-    pick("strategy", strategy, STRATEGIES)
-    pick("method", method, METHODS)
+    check_choice("strategy", strategy)
+    check_choice("method", method)
     for name in variant:
         pick("setting", name, VARIANT)
     asked = question(
-        model, cluster, global_batch=global_batch, seq_len=seq_len, methods=(method,), strategies=(strategy,),
-        offload=(offload,), precision=precision, attention=attention,
-    )  # fmt: skip
+        model,
+        cluster,
+        global_batch=global_batch,
+        seq_len=seq_len,
+        methods=(method,),
+        strategies=(strategy,),
+        offload=(offload,),
+        precision=precision,
+        attention=attention,
+    )
     grid, gpus = Grid(dp=dp, tp=tp, pp=pp, cp=cp), asked.machines.gpus
-    wrong = [*_shape_faults(asked, grid), *_way_faults(Way(method, strategy, offload), grid)]
-    if grid.size != gpus:
-        wrong.insert(0, _product(grid, gpus))
+    faults = _faults(asked, grid)
+    wrong = faults if grid.size == gpus else [_product(grid, gpus), *faults]
     made, tightest = None, None
-    if not _shape_faults(asked, grid) and not _way_faults(Way(method, strategy, offload), grid):
+    if not faults:
         made, tightest = _variant(asked, grid, variant)
     if tightest is not None:
         short = (tightest.needs - tightest.has) / GIB
@@ -93,9 +113,15 @@ def _other_ways(asked: Question) -> tuple[Plan, ...]:
     """What fits of the same method, whatever the strategy and the grid."""
     try:
         answer = plan(
-            asked.shape, asked.machines, global_batch=asked.global_batch, seq_len=asked.seq_len, methods=asked.methods,
-            precision=asked.precision, attention=asked.attention, keep=OTHERS,
-        )  # fmt: skip
+            asked.shape,
+            asked.machines,
+            global_batch=asked.global_batch,
+            seq_len=asked.seq_len,
+            methods=asked.methods,
+            precision=asked.precision,
+            attention=asked.attention,
+            keep=OTHERS,
+        )
     except NoPlan:
         return ()
     return tuple(answer.plans)
@@ -112,57 +138,40 @@ def _product(grid: Grid, gpus: int) -> str:
     return f"{words(grid)}: {axes} = {grid.size:,} GPUs are needed, and there are {gpus:,}."
 
 
-def _shape_faults(asked: Question, grid: Grid) -> list[str]:
-    """Sentences about what does not divide."""
-    shape, batch = asked.shape, asked.global_batch
-    found = []
-    for what, size in (("heads", shape.heads), ("an MLP of", shape.intermediate), ("a vocabulary of", shape.vocab)):
-        if size % grid.tp:
-            said = f"{size:,} heads" if what == "heads" else f"{what} {size:,}"
-            found.append(f"{shape.name} has {said}, which TP {grid.tp} does not divide.")
-    if shape.kv_heads % grid.tp and grid.tp % shape.kv_heads:
-        found.append(f"{shape.name} has {shape.kv_heads} kv heads: TP {grid.tp} neither divides nor repeats them.")
-    if grid.tp > asked.machines.per_node:
+def _faults(asked: Question, grid: Grid) -> list[str]:
+    """Sentences about what does not divide, and about a strategy that is none for this grid."""
+    shape, tp = asked.shape, grid.tp
+    found = [reason] if (reason := why_not_tensor_parallel(shape, tp, repeat_kv_heads=True)) else []
+    if tp > asked.machines.per_node:
         found.append(
-            f"TP {grid.tp} leaves the node of {asked.machines.per_node} GPUs: its all-reduces would cross the network."
+            f"TP {tp} leaves the node of {asked.machines.per_node} GPUs: its all-reduces would cross the network."
         )
     if grid.pp > shape.layers:
         found.append(f"{shape.name} has {shape.layers} layers, too few for PP {grid.pp}.")
     if asked.seq_len % grid.cp:
         found.append(f"seq_len={asked.seq_len:,} does not divide by CP {grid.cp}.")
-    if batch % grid.dp:
-        found.append(f"global_batch={batch:,} does not divide by DP {grid.dp}.")
-    return found
-
-
-def _way_faults(way: Way, grid: Grid) -> list[str]:
-    """A sentence where no program runs this strategy on this grid."""
-    if goes(way, (grid.dp, grid.tp, grid.pp, grid.cp)):
-        return []
-    if way.strategy == "single":
-        return ["strategy='single' is for one data-parallel rank: take ddp, zero1, zero2, zero3 or fsdp."]
-    if grid.dp * grid.cp == 1:
-        return [f"{way.strategy} shares among data-parallel ranks and there is one: take strategy='single'."]
-    if grid.pp > 1:
-        what = way.strategy if way.strategy != "zero1" else f"offload={way.offload!r}"
-        return [f"DeepSpeed's pipeline takes no {what}: with PP {grid.pp} take zero1 without offload, ddp or fsdp."]
-    return [f"{way.method} keeps each matrix in one piece: take tp=1, pp=1 and cp=1."]
+    if asked.global_batch % grid.dp:
+        found.append(f"global_batch={asked.global_batch:,} does not divide by DP {grid.dp}.")
+    fault = way_fault(Way(asked.methods[0], asked.strategies[0], asked.offload[0]), grid)
+    return found + ([fault] if fault else [])
 
 
 def _variant(asked: Question, grid: Grid, fixed: dict[str, Any]) -> tuple[Plan | None, Refusal | None]:
     """The fastest variant that fits; or how far the most frugal one is from it."""
-    if "micro_batch" in fixed and fixed["micro_batch"] not in micro_batches(asked.global_batch // grid.dp):
+    if "micro_batch_size" in fixed and fixed["micro_batch_size"] not in micro_batch_sizes(
+        asked.global_batch // grid.dp
+    ):
         each = asked.global_batch // grid.dp
         raise ValueError(
-            f"micro_batch={fixed['micro_batch']}: a rank has {each:,} sequences a step; give a divisor of that up to 8, or one "
+            f"micro_batch_size={fixed['micro_batch_size']}: a rank has {each:,} sequences a step; give a divisor of that up to 8, or one "
             "that is a power of two."
         )
     try:
         made, found = best_of(asked, grid, **fixed)
     except NoVariant:
         raise ValueError(
-            f"No variant of {words(grid)} has {', '.join(f'{name}={fixed[name]}' for name in sorted(fixed))}: chunks must "
-            "fill the stages and need micro-batches in rounds of PP, and sequence parallelism needs TP."
+            f"No variant of {words(grid)} has {', '.join(f'{name}={fixed[name]}' for name in sorted(fixed))}: virtual stages "
+            "must divide the layers and need micro-batches in rounds of PP, and sequence parallelism needs TP."
         ) from None
     if made is not None:
         return made, None
@@ -178,11 +187,12 @@ def _would(asked: Question, grid: Grid, fixed: dict[str, Any]) -> tuple[Plan, ..
         if asked.machines.gpus % rest:
             continue
         other = replace(grid, **{axis: asked.machines.gpus // rest})
-        if _shape_faults(asked, other) or not goes(Way(asked.methods[0], asked.strategies[0], asked.offload[0]),
-                                                   (other.dp, other.tp, other.pp, other.cp)):  # fmt: skip
+        if _faults(asked, other):
             continue
         try:
-            made, _ = best_of(asked, other, **{name: value for name, value in fixed.items() if name != "chunks"})
+            made, _ = best_of(
+                asked, other, **{name: value for name, value in fixed.items() if name != "virtual_stages"}
+            )
         except NoVariant:  # this micro-batch, say, does not go with so many ranks
             continue
         if made is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from course_lib.choices import STRATEGIES
 from course_tools.planning.answer import Settings
 from course_tools.planning.network import Network
 from course_tools.planning.question import Question
@@ -24,17 +25,18 @@ def said(asked: Question, chosen: Settings, name: str) -> str:
     network = Network(asked.machines, asked.constants)
     tp, cp, dp, pp = chosen.tp, chosen.cp, chosen.dp, chosen.pp
     sends = "all-gathers and reduce-scatters" if chosen.sequence_parallel else "all-reduces"
-    data = {
-        "ddp": "all-reduces of gradients", "zero1": "reduce-scatters of gradients and all-gathers of weights",
-        "zero2": "reduce-scatters of gradients and all-gathers of weights",
-    }.get(chosen.strategy, "all-gathers of weights and reduce-scatters of gradients")  # fmt: skip
+    data = "reduce-scatters of gradients and all-gathers of weights"
+    if chosen.strategy == "ddp":
+        data = "all-reduces of gradients"
+    elif "weights" in STRATEGIES[chosen.strategy].shards:
+        data = "all-gathers of weights and reduce-scatters of gradients"
     return {
         "element-wise layers": "memory bandwidth of norms, activations and the loss",
         "recomputation": "recomputing activations for the backward pass",
         "dequantization": "unpacking NF4 weights",
         "kernel launches": "launching kernels: the matrices are too small for the card",
         "uneven stages": "uneven pipeline stages: layers and output layer do not divide",
-        "pipeline bubble": f"pipeline bubble of {pp} stages and {chosen.micro_batches} micro-batches",
+        "pipeline bubble": f"pipeline bubble of {pp} stages and {chosen.num_microbatches} micro-batches",
         "pipeline sends": f"pipeline sends over {network.link_name(tp * cp * dp, pp)}",
         "tensor parallelism": f"tensor-parallel {sends} over {network.link_name(1, tp)}",
         "context parallelism": f"context-parallel sends of keys and values over {network.link_name(tp, cp)}",

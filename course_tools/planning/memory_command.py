@@ -7,13 +7,13 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from course_lib.choices import CHOICES
 from course_lib.memory import Breakdown, Shape, card, estimate
 from course_lib.memory.fitting import largest_micro_batch, longest_sequence
 from course_lib.memory.presets import written_shape
-from course_lib.memory.settings import CHOICES
+from course_lib.units import GIB
 from course_tools.command_line import ArgumentParser, print_json, reports_errors
 
-GIB = 2**30
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
 
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 def _room(model: Shape, need: Breakdown, given: dict[str, Any]) -> dict[str, Any]:
     """What the card holds, with every other setting as given."""
     found = card(given["card"])
-    batch = {name: value for name, value in given.items() if name not in ("card", "micro_batch")}
+    batch = {name: value for name, value in given.items() if name not in ("card", "micro_batch_size")}
     length = {name: value for name, value in given.items() if name not in ("card", "seq_len")}
     return {
         "name": found.name,
@@ -85,8 +85,8 @@ def table(model: Shape, need: Breakdown, given: dict[str, Any], room: dict[str, 
         f"{'':30}{'bytes':>20}{'GiB':>10}",
         *(_line(name, getattr(need, name)) for name in CATEGORIES),
         "",
-        "moments of a step",
-        *(_line(name, value, "  <- peak" if name == need.moment else "") for name, value in need.moments.items()),
+        "phases of a step",
+        *(_line(name, value, "  <- peak" if name == need.peak_phase else "") for name, value in need.phases.items()),
         "",
         *(_line(f"reserved, {name}", getattr(need.reserved, name)) for name in ("low", "expected", "high")),
         _line("CUDA context", need.cuda_context),

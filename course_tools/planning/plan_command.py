@@ -9,18 +9,17 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from course_lib.choices import METHODS, PRECISIONS, STRATEGIES
 from course_lib.memory import Shape
 from course_lib.memory.presets import written_shape
-from course_lib.memory.settings import CHOICES
+from course_lib.units import GIB
 from course_lib.validation import pick
 from course_tools.command_line import PROBLEM_FOUND, SUCCESS, ArgumentParser, print_json, reports_errors
 from course_tools.planning import Answer, NoPlan, Plan, Settings, plan
-from course_tools.planning.answer import NAMES, words
+from course_tools.planning.answer import words
 from course_tools.planning.files import TARGETS, targets_of, why_not, write
 from course_tools.planning.files.facts import seconds
 
-GIB = 2**30
-METHODS = CHOICES["method"]
 LONG = (
     32_768  # tokens: between 8,192, which Llama 3 405B trained unsplit, and 131,072, split over 16 (arXiv:2407.21783)
 )
@@ -51,7 +50,7 @@ def parser() -> ArgumentParser:
     add("--seq-len", type=int, default=2048, metavar="N", help="tokens a sequence; default 2,048")
     add("--tokens", metavar="N", help="of the whole training, such as 300M or 15e12: the plans then say days")
     add("--method", action="append", metavar="M", help=f"{', '.join(METHODS)}; may be repeated; default all")
-    add("--precision", metavar="P", help=f"{', '.join(CHOICES['precision'])}; default the best of the card")
+    add("--precision", metavar="P", help=f"{', '.join(PRECISIONS)}; default the best of the card")
     add(
         "--context-parallel",
         action=argparse.BooleanOptionalAction,
@@ -89,15 +88,18 @@ def _question(given: argparse.Namespace) -> dict[str, Any]:
     for method in given.method or ():
         pick("--method", method, METHODS)
     if given.precision is not None:
-        pick("--precision", given.precision, CHOICES["precision"])
+        pick("--precision", given.precision, PRECISIONS)
     if given.top < 1:
         raise ValueError(f"--top {given.top}: give a whole number of at least 1.")
     question = {
-        "global_batch": given.global_batch, "seq_len": given.seq_len, "tokens": _amount(given.tokens),
-        "methods": tuple(dict.fromkeys(given.method or METHODS)), "keep": given.top,
-    }  # fmt: skip
+        "global_batch": given.global_batch,
+        "seq_len": given.seq_len,
+        "tokens": _amount(given.tokens),
+        "methods": tuple(dict.fromkeys(given.method or METHODS)),
+        "keep": given.top,
+    }
     if given.context_parallel is False or (given.context_parallel is None and given.seq_len < LONG):
-        question["axes"] = ("dp", "tp", "pp")
+        question["axes"] = ("pp", "dp", "tp")
     return question | ({"precision": given.precision} if given.precision else {})
 
 
@@ -142,20 +144,27 @@ def table(answer: Answer) -> str:
 
 def _row(number: int, one: Plan) -> tuple[str, ...]:
     besides = [
-        f"{one.checkpointing} checkpointing" if one.checkpointing != "none" else "",
+        f"{one.activation_checkpointing} checkpointing" if one.activation_checkpointing != "none" else "",
         {"none": "", "optimizer": "optimizer on host", "all": "states on host"}[one.offload],
         "sequence parallel" if one.sequence_parallel else "",
-        f"{one.chunks} chunks" if one.chunks > 1 else "",
+        f"{one.virtual_stages} virtual stages" if one.virtual_stages > 1 else "",
     ]
     return (
-        str(number), NAMES[one.method], _sharing(one), words(one.grid), f"{one.micro_batch} x {one.micro_batches}",
-        ", ".join(filter(None, besides)), f"{one.memory_bytes / GIB:,.1f}", seconds(one.step_seconds), f"{one.mfu:.1%}",
+        str(number),
+        METHODS[one.method],
+        _sharing(one),
+        words(one.grid),
+        f"{one.micro_batch_size} x {one.num_microbatches}",
+        ", ".join(filter(None, besides)),
+        f"{one.memory_bytes / GIB:,.1f}",
+        seconds(one.step_seconds),
+        f"{one.mfu:.1%}",
         "" if one.days is None else f"{one.days:,.3g}",
-    )  # fmt: skip
+    )
 
 
 def _sharing(one: Settings) -> str:
-    return "one copy" if one.strategy == "single" and one.grid.size > 1 else NAMES[one.strategy]
+    return "one copy" if one.strategy == "single" and one.grid.size > 1 else STRATEGIES[one.strategy].label
 
 
 def _styled(line: str, style: str) -> str:
@@ -201,20 +210,34 @@ def as_dict(answer: Answer) -> dict[str, Any]:
     """For JSON: bytes, seconds, shares."""
     best = answer.best
     return {
-        "model": best.model.name, "machines": str(best.machines), "card_bytes": best.machines.card.memory,
-        "global_batch": best.global_batch, "seq_len": best.seq_len, "tokens": best.tokens,
+        "model": best.model.name,
+        "machines": str(best.machines),
+        "card_bytes": best.machines.card.memory,
+        "global_batch": best.global_batch,
+        "seq_len": best.seq_len,
+        "tokens": best.tokens,
         "plans": [
             _settings(one)
-            | {"memory_bytes": one.memory_bytes, "memory": one.memory.as_dict(), "step_seconds": one.step_seconds,
-               "parts": one.parts, "mfu": one.mfu, "days": one.days, "limit": one.limit, "targets": targets_of(one)}
+            | {
+                "memory_bytes": one.memory_bytes,
+                "memory": one.memory.as_dict(),
+                "step_seconds": one.step_seconds,
+                "parts": one.parts,
+                "mfu": one.mfu,
+                "days": one.days,
+                "limit": one.limit,
+                "targets": targets_of(one),
+            }
             for one in answer.plans
         ],
         "refused": [
             _settings(one.settings) | {"needs": one.needs, "has": one.has, "where": one.where, "sentence": one.sentence}
             for one in answer.refused
         ],
-        "searched": answer.searched, "seconds": answer.seconds, "note": answer.note,
-    }  # fmt: skip
+        "searched": answer.searched,
+        "seconds": answer.seconds,
+        "note": answer.note,
+    }
 
 
 def _settings(one: Settings) -> dict[str, Any]:

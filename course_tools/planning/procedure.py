@@ -10,14 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from course_lib.choices import ACTIVATION_CHECKPOINTING
 from course_lib.memory import Shape
-from course_tools.planning.answer import GIB, NoPlan, Plan, Settings, words
-from course_tools.planning.constants import CONSTANTS, Constants
+from course_lib.parallel.grid import Grid
+from course_lib.units import GIB
+from course_tools.planning.answer import NoPlan, Plan, Settings, words
 from course_tools.planning.fit import Needs
 from course_tools.planning.machines import Machines
 from course_tools.planning.question import Question, question
 from course_tools.planning.search import measured
-from course_tools.planning.space import divisors, goes, micro_batches, tensor_degrees
+from course_tools.planning.space import divisors, micro_batch_sizes, tensor_degrees, way_fault
 from course_tools.planning.table import Way
 
 
@@ -45,10 +47,13 @@ class Step:
     def __str__(self) -> str:
         lines = [self.what]
         for one in self.tried:
-            said = f"{one.tokens_per_second:,.0f} tokens/s" if one.fits else "does not fit"
+            speed = f"{one.tokens_per_second:,.0f} tokens/s" if one.fits else "does not fit"
             mark = " *" if self.best is not None and one is self.best else ""
-            lines.append(f"  {words(one.plan.grid)}, micro-batch {one.plan.micro_batch} x {one.plan.micro_batches}, "
-                         f"{one.plan.checkpointing.replace('none', 'no')} checkpointing: {one.needs / GIB:,.1f} GiB, {said}{mark}")  # fmt: skip
+            checkpointing = one.plan.activation_checkpointing.replace("none", "no")
+            lines.append(
+                f"  {words(one.plan.grid)}, micro-batch {one.plan.micro_batch_size} x {one.plan.num_microbatches}, "
+                f"{checkpointing} checkpointing: {one.needs / GIB:,.1f} GiB, {speed}{mark}"
+            )
         return "\n".join(lines)
 
 
@@ -65,23 +70,23 @@ class Procedure:
 
 
 def procedure(
-    model: str | Shape | Any, cluster: str | Machines, *, global_batch: int, seq_len: int, strategy: str = "zero1",
-    method: str = "full", precision: str | None = None, attention: str = "flash", tokens: float | None = None,
-    constants: Constants = CONSTANTS,
-) -> Procedure:  # fmt: skip
+    model: str | Shape | Any,
+    cluster: str | Machines,
+    *,
+    strategy: str = "zero1",
+    method: str = "full",
+    **choices: Any,
+) -> Procedure:
     """Look for a configuration as people do.
 
     Args:
         strategy: how data-parallel ranks share, as of `plan`; the talk that tells the procedure uses ZeRO-1.
-        The rest as of `plan`.
+        choices: global_batch, seq_len, precision, attention, tokens, constants as of `plan`.
 
     Raises:
         ValueError: what `plan` refuses. NoPlan: no configuration that the procedure tries fits.
     """
-    asked = question(
-        model, cluster, global_batch=global_batch, seq_len=seq_len, methods=(method,), strategies=(strategy,),
-        precision=precision, attention=attention, tokens=tokens, constants=constants,
-    )  # fmt: skip
+    asked = question(model, cluster, methods=(method,), strategies=(strategy,), **choices)
     walk = _Walk(asked, method, strategy)
     walk.raise_data_parallelism("none", "Raise data parallelism to the most that fits")
     walk.exchange("Tensor or pipeline parallelism: the same number of data-parallel ranks")
@@ -90,8 +95,11 @@ def procedure(
     if walk.best is None:
         raise NoPlan(
             f"The procedure finds nothing that fits {asked.machines} for {asked.shape.name} by {strategy}: ask plan(), which "
-            "knows sharded parameters and offload, too.", 0, None, (),
-        )  # fmt: skip
+            "knows sharded parameters and offload, too.",
+            0,
+            None,
+            (),
+        )
     return Procedure(tuple(walk.steps), walk.best.plan, sum(len(step.tried) for step in walk.steps))
 
 
@@ -112,14 +120,22 @@ class _Walk:
     def goes(self, tp: int, pp: int) -> bool:
         dp = self.asked.machines.gpus // (tp * pp)
         way = Way(self.method, self.strategy if dp > 1 else "single", "none")
-        return self.asked.global_batch % dp == 0 and goes(way, (dp, tp, pp, 1))
+        return self.asked.global_batch % dp == 0 and not way_fault(way, Grid(dp=dp, tp=tp, pp=pp))
 
-    def measure(self, tp: int, pp: int, micro_batch: int, checkpointing: str) -> Tried:
+    def measure(self, tp: int, pp: int, micro_batch_size: int, activation_checkpointing: str) -> Tried:
         dp = self.asked.machines.gpus // (tp * pp)
         chosen = Settings(
-            self.strategy if dp > 1 else "single", self.method, dp, tp, pp, 1, tp > 1 and self.asked.seq_len % tp == 0,
-            micro_batch, self.asked.global_batch // dp // micro_batch, 1, checkpointing, "none", self.asked.precision,
-        )  # fmt: skip
+            strategy=self.strategy if dp > 1 else "single",
+            method=self.method,
+            dp=dp,
+            tp=tp,
+            pp=pp,
+            sequence_parallel=tp > 1 and self.asked.seq_len % tp == 0,
+            micro_batch_size=micro_batch_size,
+            num_microbatches=self.asked.global_batch // dp // micro_batch_size,
+            activation_checkpointing=activation_checkpointing,
+            precision=self.asked.precision,
+        )
         made: tuple[Plan, Needs] = measured(self.asked, chosen)
         return Tried(made[0], made[1].memory.device, made[1].fits(self.asked))
 
@@ -129,7 +145,7 @@ class _Walk:
                 self.best = one
         self.steps.append(Step(what, tuple(tried), self.best))
 
-    def raise_data_parallelism(self, checkpointing: str, what: str, below: int | None = None) -> None:
+    def raise_data_parallelism(self, activation_checkpointing: str, what: str, below: int | None = None) -> None:
         """The model in as few parts as fit, and in fewer than `below`."""
         tried: list[Tried] = []
         for parts in divisors(self.asked.machines.gpus):
@@ -137,7 +153,7 @@ class _Walk:
                 break
             splits = self.splits(parts)
             for tp, pp in splits[:1]:  # one try a number of parts; the next step chooses between its splits
-                tried.append(self.measure(tp, pp, 1, checkpointing))
+                tried.append(self.measure(tp, pp, 1, activation_checkpointing))
             if tried and tried[-1].fits:
                 break
         self.keep(what, tried)
@@ -147,16 +163,16 @@ class _Walk:
             return
         now = self.best.plan
         splits = [split for split in self.splits(now.tp * now.pp) if split != (now.tp, now.pp)]
-        self.keep(what, [self.measure(tp, pp, 1, now.checkpointing) for tp, pp in splits])
+        self.keep(what, [self.measure(tp, pp, 1, now.activation_checkpointing) for tp, pp in splits])
 
     def cut(self, what: str) -> None:
         if self.best is None:
             return
         now = self.best.plan
-        sizes = [b for b in micro_batches(self.asked.global_batch // now.dp) if b != now.micro_batch]
+        sizes = [b for b in micro_batch_sizes(self.asked.global_batch // now.dp) if b != now.micro_batch_size]
         tried: list[Tried] = []
         for size in sizes:
-            tried.append(self.measure(now.tp, now.pp, size, now.checkpointing))
+            tried.append(self.measure(now.tp, now.pp, size, now.activation_checkpointing))
             if not tried[-1].fits:
                 break
         self.keep(what, tried)
@@ -164,10 +180,10 @@ class _Walk:
     def checkpoint(self, what: str) -> None:
         """The whole walk once more with checkpointing, where that makes fewer parts possible; the faster of both stays."""
         before = self.best
-        for checkpointing in ("selective", "full"):
+        for kind in ACTIVATION_CHECKPOINTING[1:]:
             walk = _Walk(self.asked, self.method, self.strategy)
             below = before.plan.tp * before.plan.pp if before else None
-            walk.raise_data_parallelism(checkpointing, f"{what}: {checkpointing}", below)
+            walk.raise_data_parallelism(kind, f"{what}: {kind}", below)
             walk.exchange(f"{what}: tensor or pipeline")
             walk.cut(f"{what}: micro-batches")
             for step in walk.steps:

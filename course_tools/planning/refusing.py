@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from course_lib.choices import OFFLOADS, STRATEGIES
 from course_lib.memory import CARDS
-from course_tools.planning.answer import GIB, NoPlan, Refusal, Settings
+from course_lib.units import GIB
+from course_tools.planning.answer import NoPlan, Refusal, Settings
 from course_tools.planning.fit import Needs
-from course_tools.planning.question import OFFLOAD, Question
+from course_tools.planning.question import Question
 from course_tools.planning.search import Search
 
 FIRST = 3
@@ -97,7 +99,7 @@ def what_would(asked: Question) -> tuple[str, ...]:
         found.append("QLoRA")
     elif asked.methods == ("full",) and _fits(replace(asked, methods=("lora",))):
         found.append("LoRA")
-    if set(OFFLOAD) - set(asked.offload) and _fits(replace(asked, offload=OFFLOAD)):
+    if set(OFFLOADS) - set(asked.offload) and _fits(replace(asked, offload=OFFLOADS)):
         found.append("offload to the host")
     if not asked.machines.cpu:
         cards = _more_cards(asked)
@@ -127,7 +129,7 @@ def _more_cards(asked: Question) -> int:
 def _fits(asked: Question) -> bool:
     """Whether anything fits; a plain strategy asked for on one GPU may need a sharded one on several."""
     if asked.machines.gpus > 1 and asked.strategies == ("single",):
-        asked = replace(asked, strategies=("ddp", "zero1", "zero2", "zero3", "fsdp", "single"))
+        asked = replace(asked, strategies=tuple(STRATEGIES))
     try:
         return bool(Search(asked, 1).plans)
     except ValueError:

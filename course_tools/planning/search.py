@@ -14,22 +14,33 @@ from typing import Any
 
 import numpy as np
 
+from course_lib.choices import ACTIVATION_CHECKPOINTING, OFFLOADS
 from course_lib.parallel.grid import Grid
 from course_tools.planning.answer import Plan, Settings
 from course_tools.planning.bounds import least_bytes
 from course_tools.planning.costs import model_flops, step_parts
 from course_tools.planning.fit import Needs, needs
 from course_tools.planning.limits import limit_of
-from course_tools.planning.question import CHECKPOINTING, OFFLOAD, Question
+from course_tools.planning.question import Question
 from course_tools.planning.space import table as whole_space
 from course_tools.planning.table import Table, table_of
 
 DAY = 86_400  # seconds
 ALIKE = 0.01
 SIMPLER = {
-    "single": 0, "ddp": 0, "zero1": 1, "zero2": 1.25, "fsdp": 1.5, "zero3": 1.75, "none": 0, "optimizer": 3, "all": 4,
-    "full": 0, "lora": 0, "qlora": 0.5,
-}  # fmt: skip
+    "single": 0,
+    "ddp": 0,
+    "zero1": 1,
+    "zero2": 1.25,
+    "fsdp": 1.5,
+    "zero3": 1.75,
+    "none": 0,
+    "optimizer": 3,
+    "all": 4,
+    "full": 0,
+    "lora": 0,
+    "qlora": 0.5,
+}
 
 
 def best_of(asked: Question, grid: Grid, **fixed: Any) -> tuple[Plan | None, Search]:
@@ -37,17 +48,26 @@ def best_of(asked: Question, grid: Grid, **fixed: Any) -> tuple[Plan | None, Sea
 
     Args:
         grid: need not use the GPUs of the question.
-        fixed: micro_batch, micro_batches, chunks, checkpointing, sequence_parallel where they are given.
+        fixed: micro_batch_size, num_microbatches, virtual_stages, activation_checkpointing, sequence_parallel where they
+            are given.
     """
     found = Search(asked, 1, grid=grid, fixed=fixed)
     return (found.plans[0] if found.plans else None), found
 
 
 def _same(table: Table, fixed: Mapping[str, Any]) -> np.ndarray:
-    columns = {"micro_batch": table.b, "micro_batches": table.m, "chunks": table.v, "sequence_parallel": table.split}
+    columns = {
+        "micro_batch_size": table.b,
+        "num_microbatches": table.m,
+        "virtual_stages": table.v,
+        "sequence_parallel": table.split,
+    }
     wanted = np.ones(len(table), dtype=bool)
     for name, value in fixed.items():
-        wanted &= table.kept == CHECKPOINTING.index(value) if name == "checkpointing" else columns[name] == value
+        if name == "activation_checkpointing":
+            wanted &= table.kept == ACTIVATION_CHECKPOINTING.index(value)
+        else:
+            wanted &= columns[name] == value
     return wanted
 
 
@@ -55,7 +75,7 @@ def _order(table: Table, times: np.ndarray) -> np.ndarray:
     """Rows, the fastest first; of those within ALIKE of each other the simplest, for the model knows no better."""
     class_ = np.floor(np.log(times / times.min()) / np.log(1 + ALIKE))
     ways = np.array([SIMPLER[way.strategy] + SIMPLER[way.offload] + SIMPLER[way.method] for way in table.ways])
-    grids = np.array([(tp > 1) + 2 * (pp > 1) + 2 * (cp > 1) for _, tp, pp, cp in table.grids])
+    grids = np.array([(grid.tp > 1) + 2 * (grid.pp > 1) + 2 * (grid.cp > 1) for grid in table.grids])
     return np.lexsort((times, ways[table.way] + grids[table.grid], class_))
 
 
@@ -83,7 +103,7 @@ class Search:
         """Search. `keep` and `prune` as of `plan`; `grid` and `fixed` leave out all others, see `best_of`."""
         self._start = time.perf_counter()
         self.asked = asked
-        self.table = whole_space(asked, None if grid is None else [(grid.dp, grid.tp, grid.pp, grid.cp)])
+        self.table = whole_space(asked, None if grid is None else [grid])
         if fixed:
             self.table = self.table.only(_same(self.table, fixed))
             if not len(self.table):
@@ -121,7 +141,7 @@ class Search:
         ways, grids = table.way.tolist(), table.grid.tolist()
         # without offload, or with less of it, a way that is there already is the better one
         family = [(way.method, way.strategy) for way in table.ways]
-        offloaded = [OFFLOAD.index(way.offload) for way in table.ways]
+        offloaded = [OFFLOADS.index(way.offload) for way in table.ways]
         lacking = set(self.asked.methods)  # methods of which there is no plan yet
         seen: dict[tuple, int] = {}
         seen_grids: dict[int, None] = {}
@@ -130,7 +150,7 @@ class Search:
             way, kind = ways[row], (family[ways[row]], grids[row])
             method = methods[way]
             enough = len(first) >= keep and len(seen_grids) >= keep
-            if seen.get(kind, len(OFFLOAD)) <= offloaded[way] or (enough and method not in lacking):
+            if seen.get(kind, len(OFFLOADS)) <= offloaded[way] or (enough and method not in lacking):
                 continue
             if self.needs(row).fits(self.asked):
                 seen[kind] = offloaded[way]
@@ -140,15 +160,16 @@ class Search:
                 lacking.discard(method)
                 if not lacking and enough:
                     break
-        made = [Grid(dp=dp, tp=tp, pp=pp, cp=cp) for dp, tp, pp, cp in (table.grids[grid] for grid in seen_grids)]
-        return [self.plan(row) for row in first], made[:keep]
+        return [self.plan(row) for row in first], [table.grids[grid] for grid in seen_grids][:keep]
 
     def plan(self, row: int) -> Plan:
         """A row as a plan."""
         return made_plan(
-            self.asked, self.table.settings(row, self.asked.precision), self.needs(row),
+            self.asked,
+            self.table.settings(row, self.asked.precision),
+            self.needs(row),
             {name: float(seconds[row]) for name, seconds in self.parts.items()},
-        )  # fmt: skip
+        )
 
 
 def made_plan(asked: Question, chosen: Settings, need: Needs, parts: dict[str, float]) -> Plan:
@@ -160,12 +181,20 @@ def made_plan(asked: Question, chosen: Settings, need: Needs, parts: dict[str, f
     per_step = asked.global_batch * asked.seq_len
     return Plan(
         **{name: getattr(chosen, name) for name in Settings.__dataclass_fields__},
-        memory=need.memory, step_seconds=seconds, parts=parts, mfu=rate / card.peak_flops,
+        memory=need.memory,
+        step_seconds=seconds,
+        parts=parts,
+        mfu=rate / card.peak_flops,
         days=None if asked.tokens is None else asked.tokens / per_step * seconds / DAY,
-        limit=limit_of(asked, chosen, parts), model=asked.shape, machines=asked.machines,
-        global_batch=asked.global_batch, seq_len=asked.seq_len, tokens=asked.tokens, lora_rank=asked.lora_rank,
+        limit=limit_of(asked, chosen, parts),
+        model=asked.shape,
+        machines=asked.machines,
+        global_batch=asked.global_batch,
+        seq_len=asked.seq_len,
+        tokens=asked.tokens,
+        lora_rank=asked.lora_rank,
         attention=asked.attention,
-    )  # fmt: skip
+    )
 
 
 def measured(asked: Question, chosen: Settings) -> tuple[Plan, Needs]:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
+from course_lib.choices import METHODS, STRATEGIES
 from course_lib.launch import launch
 from course_lib.memory import shape_of
 from course_lib.observe import Outcome
 from course_lib.parallel.grid import Grid
 from course_tools.planning import Plan, machines
-from course_tools.planning.answer import NAMES, words
+from course_tools.planning.answer import words
 from course_tools.planning.files import files, program_of
 from course_tools.planning.files.programs import not_said
 
@@ -120,18 +121,27 @@ def shrunk(plan: Plan, ranks: int | None = None) -> Plan:
     while ranks is not None and 2 <= free and 2 * axes["dp"] <= plan.dp and axes["dp"] > 1:
         axes["dp"] *= 2
         free //= 2
-    chunks = 2 if plan.chunks > 1 and axes["pp"] > 1 and axes["tp"] * axes["dp"] == 1 else 1
-    micro_batches = min(plan.micro_batches, 2) if axes["pp"] == 1 else 2 * axes["pp"] // axes["dp"]
+    virtual_stages = 2 if plan.virtual_stages > 1 and axes["pp"] > 1 and axes["tp"] * axes["dp"] == 1 else 1
+    num_microbatches = min(plan.num_microbatches, 2) if axes["pp"] == 1 else 2 * axes["pp"] // axes["dp"]
     size = axes["tp"] * axes["pp"] * axes["dp"] * axes["cp"]
-    whole = max(GLOBAL_BATCH, axes["dp"] * micro_batches)
+    whole = max(GLOBAL_BATCH, axes["dp"] * num_microbatches)
     answers = plan.method != "full" and plan.strategy not in ("fsdp",)
     return replace(
-        plan, **axes, chunks=chunks, micro_batches=micro_batches, micro_batch=whole // (axes["dp"] * micro_batches),
-        global_batch=whole, seq_len=SEQ_LEN_ANSWERS if answers else SEQ_LEN, precision="fp32", model=shape_of("tiny"),
-        machines=machines(f"{size}xcpu"), sequence_parallel=plan.sequence_parallel and axes["tp"] > 1,
-        strategy=plan.strategy if size > 1 else "single", offload=plan.offload if size > 1 else "none",
-        checkpointing=plan.checkpointing,
-    )  # fmt: skip
+        plan,
+        **axes,
+        virtual_stages=virtual_stages,
+        num_microbatches=num_microbatches,
+        micro_batch_size=whole // (axes["dp"] * num_microbatches),
+        global_batch=whole,
+        seq_len=SEQ_LEN_ANSWERS if answers else SEQ_LEN,
+        precision="fp32",
+        model=shape_of("tiny"),
+        machines=machines(f"{size}xcpu"),
+        sequence_parallel=plan.sequence_parallel and axes["tp"] > 1,
+        strategy=plan.strategy if size > 1 else "single",
+        offload=plan.offload if size > 1 else "none",
+        activation_checkpointing=plan.activation_checkpointing,
+    )
 
 
 def _axolotl(small: Plan, steps: int) -> tuple[str, dict[str, Any], list[Outcome]]:
@@ -146,19 +156,31 @@ def _axolotl(small: Plan, steps: int) -> tuple[str, dict[str, Any], list[Outcome
         values = loaded(text, "axolotl.yml")[1] | {
             "datasets": [{"path": str(inputs / "instructions.jsonl"), "ds_type": "json", "type": "alpaca"}],
             "special_tokens": {"pad_token": "<|im_end|>"},
-            "dataset_prepared_path": f"{folder}/prepared", "output_dir": f"{folder}/out", "save_strategy": "no",
-            "max_steps": steps, "logging_steps": 1, "optimizer": "adamw_torch",
-            "plugins": [f"course_tools.axolotl.{name}" for name in
-                        ("cpu_ranks.CPURanks", "witness.Witness", "token_mean.TokenMean")],
-        }  # fmt: skip
+            "dataset_prepared_path": f"{folder}/prepared",
+            "output_dir": f"{folder}/out",
+            "save_strategy": "no",
+            "max_steps": steps,
+            "logging_steps": 1,
+            "optimizer": "adamw_torch",
+            "plugins": [
+                f"course_tools.axolotl.{name}"
+                for name in ("cpu_ranks.CPURanks", "witness.Witness", "token_mean.TokenMean")
+            ],
+        }
         done = train(values, ranks=small.gpus, timeout=TIMEOUT)
     outcomes = [
         Outcome(
-            done.losses, held["wrapper"], rank, held["world_size"], median_step=float("nan"),
-            tokens_per_second=float("nan"), memory={}, extra=held,
+            done.losses,
+            held["wrapper"],
+            rank,
+            held["world_size"],
+            median_step=float("nan"),
+            tokens_per_second=float("nan"),
+            memory={},
+            extra=held,
         )
         for rank, held in enumerate(done.witness)
-    ]  # fmt: skip
+    ]
     return "axolotl.cli.train", values, outcomes
 
 
@@ -168,12 +190,12 @@ def _sentence(plan: Plan, small: Plan, program: str, left_out: list[str]) -> str
     changed += [f"{plan.precision} to fp32"] if plan.precision != "fp32" else []
     if plan.grid != small.grid:
         changed.append(f"{words(plan.grid)} to {words(small.grid)}")
-    if plan.chunks != small.chunks:
-        changed.append(f"{plan.chunks} chunks of layers a stage to {small.chunks}")
+    if plan.virtual_stages != small.virtual_stages:
+        changed.append(f"{plan.virtual_stages} virtual stages per rank to {small.virtual_stages}")
     changed.append(
         f"{plan.global_batch:,} sequences of {plan.seq_len:,} tokens a step to {small.global_batch} of {small.seq_len}"
     )
-    what = f"{NAMES[small.method]} by {NAMES[small.strategy]}"
+    what = f"{METHODS[small.method]} by {STRATEGIES[small.strategy].label}"
     unlike = f" Unlike the plan it {' and '.join(left_out)}." if left_out else ""
     return (
         f"{what[0].upper()}{what[1:]} ran on {small.gpus} CPU rank{'s' * (small.gpus > 1)} ({words(small.grid)}) with {program}. "

@@ -6,13 +6,15 @@ from functools import lru_cache
 
 import numpy as np
 
+from course_lib.choices import ACTIVATION_CHECKPOINTING, AXES, STRATEGIES, why_not, why_not_tensor_parallel
 from course_lib.memory import Shape
+from course_lib.parallel.grid import Grid
 from course_tools.planning.question import Question
-from course_tools.planning.table import CHECKPOINTING, Table, Way
+from course_tools.planning.table import Table, Way
 
 LARGEST_MICRO_BATCH = 64
 LEAST_TOKENS = 1024  # of a sequence on one context-parallel rank
-CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8)
+VIRTUAL_STAGES = (1, 2, 3, 4, 5, 6, 7, 8)
 
 
 def divisors(number: int) -> list[int]:
@@ -22,16 +24,12 @@ def divisors(number: int) -> list[int]:
 
 
 def tensor_degrees(shape: Shape, per_node: int) -> list[int]:
-    """Tensor-parallel ranks that stay in a node and divide heads, kv heads (or repeat them), MLP and vocabulary."""
-    return [
-        t for t in divisors(per_node)
-        if shape.heads % t == shape.intermediate % t == shape.vocab % t == 0
-        and (shape.kv_heads % t == 0 or t % shape.kv_heads == 0)
-    ]  # fmt: skip
+    """Tensor-parallel ranks that stay in a node and over which the model splits."""
+    return [tp for tp in divisors(per_node) if not why_not_tensor_parallel(shape, tp, repeat_kv_heads=True)]
 
 
-def grids(question: Question) -> list[tuple[int, int, int, int]]:
-    """(dp, tp, pp, cp) that use every GPU and give each data-parallel rank the same number of sequences."""
+def grids(question: Question) -> list[Grid]:
+    """Grids that use every GPU and give each data-parallel rank the same number of sequences."""
     shape, gpus, batch = question.shape, question.machines.gpus, question.global_batch
     found = []
     for tp in tensor_degrees(shape, question.machines.per_node):
@@ -41,65 +39,59 @@ def grids(question: Question) -> list[tuple[int, int, int, int]]:
             if pp > shape.layers:
                 break
             for cp in divisors(gpus // tp // pp):
-                if cp > 1 and (cp & (cp - 1) or question.seq_len % (2 * cp)
-                               or question.seq_len // cp < LEAST_TOKENS):  # fmt: skip
+                each = question.seq_len // cp
+                if cp > 1 and (cp & (cp - 1) or question.seq_len % (2 * cp) or each < LEAST_TOKENS):
                     continue
-                dp = gpus // (tp * pp * cp)
-                sizes = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
-                if batch % dp == 0 and all(size == 1 or axis in question.axes for axis, size in sizes.items()):
-                    found.append((dp, tp, pp, cp))
+                grid = Grid(dp=gpus // (tp * pp * cp), tp=tp, pp=pp, cp=cp)
+                if batch % grid.dp == 0 and all(getattr(grid, axis) == 1 or axis in question.axes for axis in AXES):
+                    found.append(grid)
     return found
 
 
 def ways(question: Question) -> list[Way]:
-    """Method, strategy and offload that some program runs together."""
-    found = []
-    for method in question.methods:
-        for strategy in question.strategies:
-            for offload in question.offload:
-                if offload != "none" and question.machines.cpu:
-                    continue  # they lie there already
-                if offload == "all" and strategy not in ("zero3", "fsdp"):
-                    continue
-                if offload == "optimizer" and strategy not in ("zero1", "zero2", "zero3"):
-                    continue  # FSDP2 offloads parameters, gradients and states together
-                found.append(Way(method, strategy, offload))
-    return found
+    """Method, strategy and offload that some program runs together; ranks on a CPU have nothing to offload."""
+    offloads = [offload for offload in question.offload if offload == "none" or not question.machines.cpu]
+    return [
+        Way(method, strategy, offload)
+        for method in question.methods
+        for strategy in question.strategies
+        for offload in offloads
+        if not why_not(method=method, strategy=strategy, offload=offload)
+    ]
 
 
-def goes(way: Way, grid: tuple[int, int, int, int]) -> bool:
-    """Whether a program runs this way on this grid.
+def way_fault(way: Way, grid: Grid) -> str:
+    """Why this way is none for this grid, in one sentence; "" where it is one.
 
-    One data-parallel rank has nothing to shard ("single"), but ZeRO-2 and 3 and FSDP can offload on it. DeepSpeed's
-    pipeline takes no ZeRO-2 or 3, and no offload (deepspeedai/Megatron-DeepSpeed issue 369). bitsandbytes' matrices are not split by tensor parallelism.
+    Beyond what no program runs, a single data-parallel rank has nothing to share: then the strategy is "single", unless
+    ZeRO-2 and 3 or FSDP offload on it. And QLoRA, which is for few cards, is planned on data-parallel ranks alone.
     """
-    dp, tp, pp, cp = grid
-    if dp * cp == 1:
-        offloads = way.offload != "none" and way.strategy in ("zero2", "zero3", "fsdp")
-        if way.strategy != "single" and not offloads:
-            return False
-    elif way.strategy == "single":
-        return False
-    if pp > 1 and (way.strategy in ("zero2", "zero3") or (way.strategy == "zero1" and way.offload != "none")):
-        return False
-    return way.method != "qlora" or tp == pp == cp == 1
+    ranks = grid.dp * grid.cp
+    if ranks > 1 and way.strategy == "single":
+        return "strategy='single' is for one data-parallel rank: take ddp, zero1, zero2, zero3 or fsdp."
+    offloads = way.offload != "none" and "gradients" in STRATEGIES[way.strategy].shards
+    if ranks == 1 and way.strategy != "single" and not offloads:
+        return f"{way.strategy} shares among data-parallel ranks and there is one: take strategy='single'."
+    if way.method == "qlora" and max(grid.pp, grid.cp) > 1:
+        return "qlora is planned on data-parallel ranks alone: take pp=1 and cp=1."
+    return why_not(**way._asdict(), ranks=ranks, tp=grid.tp, pp=grid.pp)
 
 
 @lru_cache(maxsize=1024)
-def micro_batches(sequences: int) -> tuple[int, ...]:
+def micro_batch_sizes(sequences: int) -> tuple[int, ...]:
     """Sequences of one forward pass that divide a data-parallel rank's sequences: small ones, and powers of two."""
     return tuple(b for b in divisors(sequences) if b <= 8 or (b & (b - 1) == 0 and b <= LARGEST_MICRO_BATCH))
 
 
-def chunks(question: Question, pp: int, m: int) -> tuple[int, ...]:
-    """Layer groups a stage: interleaving needs micro-batches in rounds of `pp`, and layers that fill the groups."""
+def virtual_stages(question: Question, pp: int, m: int) -> tuple[int, ...]:
+    """Stages per rank: interleaving needs micro-batches in rounds of `pp`, and layers that fill the stages."""
     if pp == 1 or m % pp or not question.interleave:
         return (1,)
     each = -(-question.shape.layers // pp)
-    return tuple(v for v in CHUNKS if each % v == 0 and pp * v <= question.shape.layers)
+    return tuple(v for v in VIRTUAL_STAGES if each % v == 0 and pp * v <= question.shape.layers)
 
 
-def table(question: Question, only: list[tuple[int, int, int, int]] | None = None) -> Table:
+def table(question: Question, only: list[Grid] | None = None) -> Table:
     """Every setting, or those of the grids in `only`. Raises ValueError where the GPUs cannot be shared out at all."""
     all_grids, all_ways = grids(question) if only is None else only, ways(question)
     if not all_grids:
@@ -107,17 +99,21 @@ def table(question: Question, only: list[tuple[int, int, int, int]] | None = Non
             f"{question.machines.gpus:,} GPUs and global_batch={question.global_batch:,} do not go together: no number of "
             f"data-parallel ranks divides both; take a global_batch that is a multiple of {question.machines.gpus:,}."
         )
-    kept = np.array([CHECKPOINTING.index(name) for name in CHECKPOINTING if name in question.checkpointing])
+    kept = np.array([i for i, name in enumerate(ACTIVATION_CHECKPOINTING) if name in question.activation_checkpointing])
     fitting: dict[tuple[bool, ...], np.ndarray] = {}
     columns: list[np.ndarray] = []
     for index, grid in enumerate(all_grids):
-        dp, tp, pp, cp = grid
-        key = (dp * cp == 1, tp > 1, pp > 1, cp > 1)
+        tp, pp = grid.tp, grid.pp
+        key = (grid.dp * grid.cp == 1, tp > 1, pp > 1, grid.cp > 1)
         if key not in fitting:
-            fitting[key] = np.array([i for i, way in enumerate(all_ways) if goes(way, grid)], dtype=int)
-        splits = (0, 1) if question.sequence_parallel and tp > 1 and (question.seq_len // cp) % tp == 0 else (0,)
-        sequences = question.global_batch // dp
-        sizes = [(b, sequences // b, v) for b in micro_batches(sequences) for v in chunks(question, pp, sequences // b)]
+            fitting[key] = np.array([i for i, way in enumerate(all_ways) if not way_fault(way, grid)], dtype=int)
+        splits = (0, 1) if question.sequence_parallel and tp > 1 and (question.seq_len // grid.cp) % tp == 0 else (0,)
+        sequences = question.global_batch // grid.dp
+        sizes = [
+            (b, sequences // b, v)
+            for b in micro_batch_sizes(sequences)
+            for v in virtual_stages(question, pp, sequences // b)
+        ]
         columns.append(_product(index, fitting[key], np.array(sizes), kept, np.array(splits)))
     rows = np.concatenate(columns, axis=1)
     grid, way, b, m, v, kept_row, split = rows

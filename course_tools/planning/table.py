@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from course_lib.choices import ACTIVATION_CHECKPOINTING
+from course_lib.parallel.grid import Grid
 from course_tools.planning.answer import Settings
-
-CHECKPOINTING = ("none", "selective", "full")
 
 
 class Way(NamedTuple):
@@ -25,13 +25,13 @@ class Table:
     """Settings in columns of equal length, but for `ways` and `grids`, which `way` and `grid` point into.
 
     Attributes:
-        ways: the different ways. grids: the different grids, (dp, tp, pp, cp).
-        way, grid: indices. b: micro-batch. m: micro-batches. v: chunks. kept: index of CHECKPOINTING. split: sequence
+        ways: the different ways. grids: the different grids.
+        way, grid: indices. b: micro-batch. m: micro-batches. v: virtual stages. kept: index of ACTIVATION_CHECKPOINTING. split: sequence
             parallelism.
     """
 
     ways: list[Way]
-    grids: list[tuple[int, int, int, int]]
+    grids: list[Grid]
     way: np.ndarray
     grid: np.ndarray
     b: np.ndarray
@@ -43,9 +43,9 @@ class Table:
     def __len__(self) -> int:
         return len(self.way)
 
-    def axis(self, which: int) -> np.ndarray:
-        """dp, tp, pp or cp of each row: 0 to 3."""
-        return np.array([grid[which] for grid in self.grids])[self.grid]
+    def axis(self, name: str) -> np.ndarray:
+        """Ranks along an axis of each row."""
+        return np.array([getattr(grid, name) for grid in self.grids])[self.grid]
 
     def only(self, wanted: np.ndarray) -> Table:
         """The rows where `wanted` is True."""
@@ -53,20 +53,38 @@ class Table:
         return Table(self.ways, self.grids, *(column[wanted] for column in columns))
 
     def settings(self, row: int, precision: str) -> Settings:
-        way, (dp, tp, pp, cp) = self.ways[self.way[row]], self.grids[self.grid[row]]
+        way, grid = self.ways[self.way[row]], self.grids[self.grid[row]]
         return Settings(
-            way.strategy, way.method, dp, tp, pp, cp, bool(self.split[row]), int(self.b[row]), int(self.m[row]),
-            int(self.v[row]), CHECKPOINTING[self.kept[row]], way.offload, precision,
-        )  # fmt: skip
+            strategy=way.strategy,
+            method=way.method,
+            dp=grid.dp,
+            tp=grid.tp,
+            pp=grid.pp,
+            cp=grid.cp,
+            sequence_parallel=bool(self.split[row]),
+            micro_batch_size=int(self.b[row]),
+            num_microbatches=int(self.m[row]),
+            virtual_stages=int(self.v[row]),
+            activation_checkpointing=ACTIVATION_CHECKPOINTING[self.kept[row]],
+            offload=way.offload,
+            precision=precision,
+        )
 
 
 def table_of(settings: list[Settings]) -> Table:
     """The other way round: a row for each."""
     ways = list(dict.fromkeys(Way(one.method, one.strategy, one.offload) for one in settings))
-    grids = list(dict.fromkeys((one.dp, one.tp, one.pp, one.cp) for one in settings))
+    grids = list(dict.fromkeys(one.grid for one in settings))
     rows = [
-        (ways.index(Way(one.method, one.strategy, one.offload)), grids.index((one.dp, one.tp, one.pp, one.cp)),
-         one.micro_batch, one.micro_batches, one.chunks, CHECKPOINTING.index(one.checkpointing), one.sequence_parallel)
+        (
+            ways.index(Way(one.method, one.strategy, one.offload)),
+            grids.index(one.grid),
+            one.micro_batch_size,
+            one.num_microbatches,
+            one.virtual_stages,
+            ACTIVATION_CHECKPOINTING.index(one.activation_checkpointing),
+            one.sequence_parallel,
+        )
         for one in settings
-    ]  # fmt: skip
+    ]
     return Table(ways, grids, *(np.array(column) for column in zip(*rows, strict=True)))

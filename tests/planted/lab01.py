@@ -235,7 +235,7 @@ def right_choice(model, card, gpus, seq_len):
         strategy = "zero3" if rung.sharded else ("single" if gpus == 1 else "ddp")
         if strategy == "zero3" and gpus == 1:
             continue
-        asked = {"method": rung.method, "checkpointing": rung.checkpointing, "strategy": strategy, "ranks": gpus,
+        asked = {"method": rung.method, "activation_checkpointing": rung.activation_checkpointing, "strategy": strategy, "ranks": gpus,
                  "precision": precision, "seq_len": seq_len}  # fmt: skip
         prices.append((estimate(model, **asked).device, asked))
     cheap = [asked for price, asked in prices if price <= card.memory]
@@ -251,7 +251,7 @@ def _choice(measure=lambda found: found.device, order=1, bf16=None, ranks=None, 
             if rung.sharded and gpus == 1:
                 continue
             strategy = "zero3" if rung.sharded else "single" if gpus == 1 or single else "ddp"
-            asked = {"method": rung.method, "checkpointing": "selective" if invent else rung.checkpointing,
+            asked = {"method": rung.method, "activation_checkpointing": "selective" if invent else rung.activation_checkpointing,
                      "strategy": strategy, "ranks": ranks or gpus, "seq_len": seq or seq_len,
                      "precision": "bf16-mixed" if (card.bf16 if bf16 is None else bf16) else "fp16-mixed"}  # fmt: skip
             if strategy == "single":
@@ -424,7 +424,7 @@ WRONG = [
     ("choose_method", _choice(seq=1024), "you estimate for 1024 tokens"),
     ("choose_method", _choice(measure=lambda found: found.weights), "does not fit"),
     ("choose_method", never_chooses, "you refuse (too large)"),
-    ("choose_method", lambda model, card, gpus, seq_len: {"method": "full"}, "checkpointing is missing"),
+    ("choose_method", lambda model, card, gpus, seq_len: {"method": "full"}, "activation_checkpointing is missing"),
     ("choose_method", lambda model, card, gpus, seq_len: "qlora", "should be of type dict"),
     ("mended_estimate", the_tools_own, "the tool's own number"),
     ("mended_estimate", _mended(blocks=0), "what autograd keeps of the blocks is still missing"),

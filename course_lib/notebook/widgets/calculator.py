@@ -6,9 +6,9 @@ import html
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from course_lib.choices import CHOICES
 from course_lib.figures.memory import against_card
 from course_lib.memory import CARDS, PRESETS, Breakdown, card, estimate
-from course_lib.memory.settings import CHOICES
 from course_lib.notebook.widgets.static_view import with_fallback
 from course_lib.units import GIB
 
@@ -31,9 +31,9 @@ START = {
     "gpus": 1,
     "strategy": "fsdp",
     "method": "full",
-    "checkpointing": "none",
+    "activation_checkpointing": "none",
     "optimizer": "adamw",
-    "micro_batch": 1,
+    "micro_batch_size": 1,
     "seq_len": 2048,
 }
 
@@ -51,7 +51,7 @@ def answer(model: str, card_name: str, gpus: int, strategy: str, **settings: Any
     spare = (gpu.memory - need.device) / GIB
     verdict = f"fits, {spare:.1f} GiB to spare" if spare >= 0 else f"does not fit: {-spare:.1f} GiB too much"
     return need, (
-        f"{model}, {settings['method']}, on {gpus} x {gpu.name}: {verdict}. Peak {need.peak / GIB:.1f} GiB ({need.moment}), "
+        f"{model}, {settings['method']}, on {gpus} x {gpu.name}: {verdict}. Peak {need.peak / GIB:.1f} GiB ({need.peak_phase}), "
         f"reserved about {need.reserved.expected / GIB:.1f} GiB, CUDA's context up to {need.cuda_context / GIB:.1f} GiB."
     )
 
@@ -83,9 +83,11 @@ def calculator(**start: Any) -> ipywidgets.VBox:
         "gpus": slider("gpus", "GPUs", range(7)),
         "strategy": menu("strategy", "shared by", CHOICES["strategy"][1:]),
         "method": menu("method", "method", CHOICES["method"]),
-        "checkpointing": menu("checkpointing", "checkpointing", CHOICES["checkpointing"]),
+        "activation_checkpointing": menu(
+            "activation_checkpointing", "checkpointing", CHOICES["activation_checkpointing"]
+        ),
         "optimizer": menu("optimizer", "optimizer", CHOICES["optimizer"]),
-        "micro_batch": slider("micro_batch", "sequences", range(6)),
+        "micro_batch_size": slider("micro_batch_size", "sequences", range(6)),
         "seq_len": slider("seq_len", "tokens each", range(8, 18)),
     }
     shown = w.HTML()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from course_lib.choices import AXES, AXIS_NAMES
 from course_lib.collectives.links import link, seconds
 from course_lib.figures.grid import rank_grid
 from course_lib.memory import shape_of
@@ -14,7 +15,7 @@ from course_lib.memory.shapes import Shape
 from course_lib.notebook.page import table
 from course_lib.notebook.widgets.static_view import with_fallback
 from course_lib.parallel import traffic
-from course_lib.parallel.grid import AXES, NAMES, Grid
+from course_lib.parallel.grid import Grid
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -38,8 +39,8 @@ START = {
     "per_node": 8,
     "axis": "tp",
     "strategy": "fsdp",
-    "micro_batch": 1,
-    "micro_batches": 8,
+    "micro_batch_size": 1,
+    "num_microbatches": 8,
     "seq_len": 8192,
     "inner": "nvswitch-h100",
     "outer": "infiniband-ndr",
@@ -75,8 +76,8 @@ def axis_traffic(
     *,
     per_node: int = 8,
     strategy: str = "fsdp",
-    micro_batch: int = 1,
-    micro_batches: int = 8,
+    micro_batch_size: int = 1,
+    num_microbatches: int = 8,
     seq_len: int = 8192,
     inner: str = "nvswitch-h100",
     outer: str = "infiniband-ndr",
@@ -87,21 +88,21 @@ def axis_traffic(
 
     Args:
         model: as `course_lib.memory.shape_of` takes it.
-        strategy: along dp: one of `course_lib.parallel.traffic.STRATEGIES`.
-        micro_batch: sequences a data-parallel rank has at a time; micro_batches: how many of these in a step.
+        strategy: along dp: one of `course_lib.choices.STRATEGIES` but "single".
+        micro_batch_size: sequences a data-parallel rank has at a time; num_microbatches: how many of these in a step.
         inner, outer: links inside a machine and between machines, by `course_lib.collectives.links.LINKS`.
 
     Raises:
         ValueError: a model or link that is none; heads, layers or a sequence that the grid does not divide.
     """
     shape = shape_of(model)
-    batch = {"micro_batch": micro_batch, "seq_len": seq_len}
+    batch = {"micro_batch_size": micro_batch_size, "seq_len": seq_len}
     if seq_len % grid.cp:
         raise ValueError(
             f"seq_len={seq_len} does not divide over cp={grid.cp} ranks: take a multiple of {grid.cp} tokens."
         )
     sent = [
-        *traffic.tensor_parallel(shape, tp=grid.tp, micro_batch=micro_batch, seq_len=seq_len // grid.cp),
+        *traffic.tensor_parallel(shape, tp=grid.tp, micro_batch_size=micro_batch_size, seq_len=seq_len // grid.cp),
         *traffic.context_parallel(shape, cp=grid.cp, tp=grid.tp, **batch),
         *traffic.pipeline(shape, pp=grid.pp, cp=grid.cp, tp=grid.tp, **batch),
         *traffic.data_parallel(shape.parameters / (grid.tp * grid.pp), dp=grid.dp * grid.cp, strategy=strategy),
@@ -116,7 +117,7 @@ def axis_traffic(
         over = link(inner if nodes == 1 else outer)
         count, payload, total = 0, 0.0, 0.0
         for message in messages:
-            times = message.count * (micro_batches if message.every == "micro_batch" else 1)
+            times = message.count * (num_microbatches if message.every == "micro_batch" else 1)
             if message.collective == "send":
                 each = over.latency + message.num_bytes / over.bandwidth
             else:
@@ -185,9 +186,9 @@ def grid_explorer(**start: Any) -> ipywidgets.VBox:
         "pp": slider("pp", "pp (pipeline)", powers[:6]),
         "dp": slider("dp", "dp (data)", powers),
         "per_node": slider("per_node", "GPUs a machine", [1, 2, 4, 8, 16]),
-        "axis": menu("axis", "colour by", {axis: f"{axis} ({NAMES[axis]})" for axis in reversed(AXES)}),
+        "axis": menu("axis", "colour by", {axis: f"{axis} ({AXIS_NAMES[axis]})" for axis in reversed(AXES)}),
         "strategy": menu("strategy", "along dp", {values["strategy"]: values["strategy"]} | SHARED),
-        "micro_batches": slider("micro_batches", "micro-batches", powers),
+        "num_microbatches": slider("num_microbatches", "micro-batches", powers),
         "seq_len": slider("seq_len", "tokens a sequence", [2**i for i in range(10, 18)]),
     }
     shown = w.HTML(first)

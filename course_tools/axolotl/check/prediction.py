@@ -77,7 +77,7 @@ def predict(settings: Settings) -> Prediction:
         return Prediction(None, str(error))
     micro, extra = settings.number("micro_batch_size"), fp32_outer(settings, shape, chosen)
     try:
-        memory = estimate(shape, micro_batch=micro, **chosen)
+        memory = estimate(shape, micro_batch_size=micro, **chosen)
         fits = largest = None
         certain = True
         if settings.cluster and settings.cluster.card:
@@ -85,7 +85,7 @@ def predict(settings: Settings) -> Prediction:
             fits = memory.fits(room)
             if not fits:
                 largest = largest_micro_batch(shape, room, **chosen) if room > 0 else 0
-                least = estimate(shape, micro_batch=1, **(chosen | {"seq_len": settings.context_parallel}))
+                least = estimate(shape, micro_batch_size=1, **(chosen | {"seq_len": settings.context_parallel}))
                 certain = _loss_and_lengths_known(settings) or not least.fits(room)
     except ValueError as error:
         return Prediction(None, str(error), shape)
@@ -168,7 +168,7 @@ def _from_folder(folder: Path, name: str) -> Shape:
 
 
 def choices(settings: Settings) -> dict[str, Any]:
-    """The settings of `estimate` that a YAML amounts to, micro_batch left out.
+    """The settings of `estimate` that a YAML amounts to, micro_batch_size left out.
 
     Raises:
         ValueError: something that the memory model does not know.
@@ -199,8 +199,8 @@ def choices(settings: Settings) -> dict[str, Any]:
         "tensor_parallel": settings.tensor_parallel,
         "seq_len": settings.number("sequence_len"),
         "context_parallel": settings.context_parallel if strategy != "fsdp" else 1,
-        "micro_batches": settings.number("gradient_accumulation_steps"),
-        "checkpointing": _checkpointing(settings),
+        "num_microbatches": settings.number("gradient_accumulation_steps"),
+        "activation_checkpointing": _checkpointing(settings),
         "attention": "eager" if settings.attention == "eager" else "flash",
         "offload": _offload(settings),
         "step": "foreach" if settings.get("optimizer") == "adamw_torch" else "fused",
@@ -217,7 +217,7 @@ def choices(settings: Settings) -> dict[str, Any]:
         elif bucket == "auto":
             chosen["bucket_elements"] = model_shape(settings).hidden ** 2
         if plan == "zero3":
-            chosen["reshard"] = settings.zero.get("stage3_max_reuse_distance") == 0
+            chosen["reshard_after_forward"] = settings.zero.get("stage3_max_reuse_distance") == 0
     if settings.cluster and settings.cluster.cpu:
         chosen |= {"device": "cpu", "step": "loop"}
     return chosen

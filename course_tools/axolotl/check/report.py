@@ -97,9 +97,11 @@ class Report:
         need = self.memory
         lines.append(f"  activations and logits {amount(need.activations + need.logits):>19}")
         if self.cluster and self.cluster.cpu:
-            lines.append(f"memory a rank: peak {amount(need.peak)} ({need.moment})")
+            lines.append(f"memory a rank: peak {amount(need.peak)} ({need.peak_phase})")
         else:
-            lines.append(f"memory a GPU: peak {amount(need.peak)} ({need.moment}), a card needs {amount(need.device)}")
+            lines.append(
+                f"memory a GPU: peak {amount(need.peak)} ({need.peak_phase}), a card needs {amount(need.device)}"
+            )
         if self.cluster and self.cluster.card:
             room = amount(self.cluster.card.memory)
             lines.append(f"  {self.cluster.card.name}: {room}, {'fits' if self.fits else 'DOES NOT FIT'}")

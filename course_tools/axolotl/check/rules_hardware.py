@@ -95,7 +95,7 @@ def memory(facts: Facts) -> Iterator[Finding]:
     more = [] if facts.get("gradient_checkpointing") else ["gradient_checkpointing: true"]
     more += [] if facts.settings.strategy in ("fsdp", "zero3") else ["fsdp_config"]
     more += [] if facts.settings.adapter else ["an adapter"]
-    sentence += f": not even a micro-batch of 1 fits ({found.memory.moment} is the worst moment)."
+    sentence += f": not even a micro-batch of 1 fits ({found.memory.peak_phase} is the worst phase)."
     fix = f"try {', '.join([*more, 'a shorter sequence_len', 'more cards'])}"
     yield facts.say(level, "micro_batch_size", sentence, fix)
 

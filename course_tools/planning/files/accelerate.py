@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from course_tools.planning.files.facts import (
-    ZERO_STAGES,
     about,
     block_class,
     layout,
     refuse_axes,
-    refuse_offload_of_fsdp,
     yaml,
+    zero_stage,
 )
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ def files(plan: Plan, base_model: str | None) -> dict[str, str]:
         ValueError: the plan splits the layers, checkpoints selectively, or its ranks fill no whole machines.
     """
     refuse_axes(plan, "This launcher's configuration", "tp", "pp", "cp")
-    refuse_offload_of_fsdp(plan)
     nodes, _ = layout(plan)
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -44,7 +42,7 @@ def files(plan: Plan, base_model: str | None) -> dict[str, str]:
             "main_process_port": PORT,
             "rdzv_backend": "c10d",
         }
-    if plan.strategy in ZERO_STAGES:
+    if zero_stage(plan):
         values["deepspeed_config"] = _deepspeed(plan, nodes)
     if plan.strategy == "fsdp":
         values["fsdp_config"] = fsdp_config(plan)
@@ -56,7 +54,7 @@ def files(plan: Plan, base_model: str | None) -> dict[str, str]:
 
 def kind(plan: Plan) -> str:
     """Accelerate's distributed_type. On CPU ranks too MULTI_GPU: MULTI_CPU starts one process and says nothing."""
-    if plan.strategy in ZERO_STAGES:
+    if zero_stage(plan):
         return "DEEPSPEED"
     return {"fsdp": "FSDP", "ddp": "MULTI_GPU", "single": "NO"}[plan.strategy]
 
@@ -64,11 +62,13 @@ def kind(plan: Plan) -> str:
 def script(plan: Plan) -> list[str]:
     """What the training script itself has to say."""
     lines = [
-        f"In the script: batch_size={plan.micro_batch}, Accelerator(gradient_accumulation_steps={plan.micro_batches})"
+        f"In the script: batch_size={plan.micro_batch_size}, Accelerator(gradient_accumulation_steps={plan.num_microbatches})"
     ]
-    if plan.checkpointing != "none" and not (plan.strategy == "fsdp" and plan.checkpointing == "full"):
+    if plan.activation_checkpointing != "none" and not (
+        plan.strategy == "fsdp" and plan.activation_checkpointing == "full"
+    ):
         lines.append(
-            f"In the script, too: course_lib.training.finetune.activation_checkpointing.set_checkpointing(model, {plan.checkpointing!r})"
+            f"In the script, too: course_lib.training.finetune.activation_checkpointing.set_checkpointing(model, {plan.activation_checkpointing!r})"
         )
     if plan.method != "full":
         lines.append(f"In the script, too: the model with its {plan.method} adapters")
@@ -84,7 +84,7 @@ def fsdp_config(plan: Plan) -> dict[str, Any]:
         **wrap,
         "fsdp_reshard_after_forward": True,
         "fsdp_offload_params": plan.offload == "all",
-        "fsdp_activation_checkpointing": plan.checkpointing == "full",
+        "fsdp_activation_checkpointing": plan.activation_checkpointing == "full",
         "fsdp_cpu_ram_efficient_loading": False,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
@@ -93,8 +93,8 @@ def fsdp_config(plan: Plan) -> dict[str, Any]:
 def _deepspeed(plan: Plan, nodes: int) -> dict[str, Any]:
     """The section deepspeed_config, in the launcher's own words."""
     return {
-        "zero_stage": ZERO_STAGES[plan.strategy],
-        "gradient_accumulation_steps": plan.micro_batches,
+        "zero_stage": zero_stage(plan),
+        "gradient_accumulation_steps": plan.num_microbatches,
         "gradient_clipping": 0.0,
         "offload_optimizer_device": "none" if plan.offload == "none" else "cpu",
         "offload_param_device": "cpu" if plan.offload == "all" else "none",

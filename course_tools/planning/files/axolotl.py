@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from course_tools.planning.answer import NAMES
+from course_lib.choices import METHODS
 from course_tools.planning.files import deepspeed
 from course_tools.planning.files.facts import (
-    ZERO_STAGES,
     Refused,
     about,
     block_class,
@@ -15,8 +14,8 @@ from course_tools.planning.files.facts import (
     layout,
     model_name,
     refuse_axes,
-    refuse_offload_of_fsdp,
     yaml,
+    zero_stage,
 )
 
 if TYPE_CHECKING:
@@ -68,8 +67,8 @@ def values(plan: Plan, base_model: str | None = None) -> dict[str, Any]:
         "sequence_len": plan.seq_len,
         "pad_to_sequence_len": True,
         "sample_packing": False,
-        "micro_batch_size": plan.micro_batch,
-        "gradient_accumulation_steps": plan.micro_batches,
+        "micro_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.num_microbatches,
         "num_epochs": 1,
         "optimizer": "adamw_torch_fused",
         "learning_rate": 0.00002 if plan.method == "full" else 0.0002,
@@ -79,17 +78,17 @@ def values(plan: Plan, base_model: str | None = None) -> dict[str, Any]:
         "tf32": False,
         "attn_implementation": "eager" if plan.attention == "eager" else "sdpa",
     }
-    if plan.checkpointing != "none":
+    if plan.activation_checkpointing != "none":
         found |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    if plan.checkpointing == "selective":
+    if plan.activation_checkpointing == "selective":
         found["selective_checkpointing"] = {"save": KEPT}
     if plan.method != "full":
         found |= {"adapter": plan.method, "load_in_4bit": plan.method == "qlora", "lora_r": plan.lora_rank, **LORA}
-        if plan.machines.cpu or plan.checkpointing == "selective":  # Axolotl refuses the pair
+        if plan.machines.cpu or plan.activation_checkpointing == "selective":  # Axolotl refuses the pair
             found |= {key: False for key in KERNELS}
     if plan.tp > 1:
         found["tensor_parallel_size"] = plan.tp
-    if plan.strategy in ZERO_STAGES:
+    if zero_stage(plan):
         found["deepspeed"] = _deepspeed(plan)
     elif plan.strategy == "fsdp" and plan.dp > 1:
         found |= {"fsdp_version": 2, "fsdp_config": _fsdp(plan)}
@@ -101,10 +100,11 @@ def values(plan: Plan, base_model: str | None = None) -> dict[str, Any]:
 def _check(plan: Plan) -> None:
     refuse_axes(plan, "Axolotl", "pp")
     refuse_axes(plan, "Axolotl without ring-flash-attn, which needs GPUs,", "cp")
-    refuse_offload_of_fsdp(plan)
     if plan.tp > 1 and plan.method != "full":
-        raise Refused(f"Axolotl trains no {NAMES[plan.method]} under tensor parallelism, and the plan has tp={plan.tp}")
-    if plan.tp > 1 and (plan.strategy in ZERO_STAGES or (plan.dp > 1 and plan.strategy != "fsdp")):
+        raise Refused(
+            f"Axolotl trains no {METHODS[plan.method]} under tensor parallelism, and the plan has tp={plan.tp}"
+        )
+    if plan.tp > 1 and (zero_stage(plan) or (plan.dp > 1 and plan.strategy != "fsdp")):
         raise Refused(
             "Beside tensor parallelism Axolotl shards the data ranks by FSDP2, and the plan's strategy is "
             f"{plan.strategy!r}"
@@ -125,9 +125,12 @@ def _fsdp(plan: Plan) -> dict[str, Any]:
     """The section fsdp_config, in Axolotl's own words."""
     wrap = {"transformer_layer_cls_to_wrap": block_class(plan)} if block_class(plan) else {}
     return {
-        "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **wrap,
-        "offload_params": plan.offload == "all", "state_dict_type": "FULL_STATE_DICT",
-    }  # fmt: skip
+        "reshard_after_forward": True,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        **wrap,
+        "offload_params": plan.offload == "all",
+        "state_dict_type": "FULL_STATE_DICT",
+    }
 
 
 def _report(plan: Plan, found: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from course_lib.memory.sharded import BUCKET_ELEMENTS
-from course_tools.planning.files.facts import ZERO_STAGES, Refused, refuse_axes
+from course_tools.planning.files.facts import Refused, refuse_axes, zero_stage
 
 if TYPE_CHECKING:
     from course_tools.planning import Plan
@@ -28,8 +28,8 @@ def config(plan: Plan) -> dict[str, Any]:
     check(plan)
     data: dict[str, Any] = {
         "train_batch_size": plan.global_batch,
-        "train_micro_batch_size_per_gpu": plan.micro_batch,
-        "gradient_accumulation_steps": plan.micro_batches,
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.num_microbatches,
         "gradient_clipping": 0.0,  # DeepSpeed's own default is 1.0: it clips who does not say so
         "zero_optimization": zero(plan),
     }
@@ -44,7 +44,7 @@ def config(plan: Plan) -> dict[str, Any]:
 def check(plan: Plan) -> None:
     """Raises Refused where DeepSpeed's configuration does not reach."""
     refuse_axes(plan, "DeepSpeed's ZeRO configuration", "tp", "pp", "cp")
-    if plan.strategy not in ZERO_STAGES:
+    if not zero_stage(plan):
         raise Refused(
             f"DeepSpeed's configuration speaks of ZeRO's stages 1 to 3, and the plan's strategy is {plan.strategy!r}"
         )
@@ -52,7 +52,7 @@ def check(plan: Plan) -> None:
 
 def zero(plan: Plan) -> dict[str, Any]:
     """The section zero_optimization, with the sizes that `course_lib.memory.estimate` counts with."""
-    stage = ZERO_STAGES[plan.strategy]
+    stage = zero_stage(plan)
     section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": BUCKET_ELEMENTS}
     if stage == 3:
         # every weight goes after its use; DeepSpeed's own 10^9 elements would keep a smaller model whole

@@ -5,35 +5,52 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from course_lib.choices import AXIS_NAMES, STRATEGIES, why_not
+from course_lib.units import GIB
+
 if TYPE_CHECKING:
     from course_tools.planning import Plan
 
-GIB = 2**30
-ZERO_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
-AXES = {"tp": "tensor parallelism", "pp": "pipeline parallelism", "cp": "context parallelism"}
 
 # The repositories on the Hugging Face hub that the presets of course_lib.memory were read from.
 HUB = {
-    "llama-7b": "huggyllama/llama-7b", "llama-13b": "huggyllama/llama-13b", "llama-33b": "huggyllama/llama-30b",
-    "llama-65b": "huggyllama/llama-65b", "llama-2-7b": "meta-llama/Llama-2-7b-hf",
-    "llama-2-13b": "meta-llama/Llama-2-13b-hf", "llama-2-70b": "meta-llama/Llama-2-70b-hf",
-    "llama-3-8b": "meta-llama/Meta-Llama-3-8B", "llama-3-70b": "meta-llama/Meta-Llama-3-70B",
-    "llama-3.1-8b": "meta-llama/Llama-3.1-8B", "llama-3.1-70b": "meta-llama/Llama-3.1-70B",
-    "llama-3.1-405b": "meta-llama/Llama-3.1-405B", "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
-    "llama-3.2-3b": "meta-llama/Llama-3.2-3B", "llama-3.3-70b": "meta-llama/Llama-3.3-70B-Instruct",
-    "mistral-7b": "mistralai/Mistral-7B-v0.1", "tinyllama-1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
-    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M", "smollm2-360m": "HuggingFaceTB/SmolLM2-360M",
-    "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B", "gpt2": "openai-community/gpt2", "gpt2-xl": "openai-community/gpt2-xl",
+    "llama-7b": "huggyllama/llama-7b",
+    "llama-13b": "huggyllama/llama-13b",
+    "llama-33b": "huggyllama/llama-30b",
+    "llama-65b": "huggyllama/llama-65b",
+    "llama-2-7b": "meta-llama/Llama-2-7b-hf",
+    "llama-2-13b": "meta-llama/Llama-2-13b-hf",
+    "llama-2-70b": "meta-llama/Llama-2-70b-hf",
+    "llama-3-8b": "meta-llama/Meta-Llama-3-8B",
+    "llama-3-70b": "meta-llama/Meta-Llama-3-70B",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
+    "llama-3.1-70b": "meta-llama/Llama-3.1-70B",
+    "llama-3.1-405b": "meta-llama/Llama-3.1-405B",
+    "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
+    "llama-3.2-3b": "meta-llama/Llama-3.2-3B",
+    "llama-3.3-70b": "meta-llama/Llama-3.3-70B-Instruct",
+    "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    "tinyllama-1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M",
+    "smollm2-360m": "HuggingFaceTB/SmolLM2-360M",
+    "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B",
+    "gpt2": "openai-community/gpt2",
+    "gpt2-xl": "openai-community/gpt2-xl",
     **{f"qwen2.5-{size.lower()}": f"Qwen/Qwen2.5-{size}" for size in ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")},
     **{f"qwen3-{size.lower()}": f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
-}  # fmt: skip
+}
 
 # How a name begins, and the class of its blocks in transformers: the unit that FSDP gathers.
 BLOCKS = {
-    "qwen2": "Qwen2DecoderLayer", "qwen3": "Qwen3DecoderLayer", "mistral": "MistralDecoderLayer", "gpt2": "GPT2Block",
-    "llama": "LlamaDecoderLayer", "tinyllama": "LlamaDecoderLayer", "smollm2": "LlamaDecoderLayer",
+    "qwen2": "Qwen2DecoderLayer",
+    "qwen3": "Qwen3DecoderLayer",
+    "mistral": "MistralDecoderLayer",
+    "gpt2": "GPT2Block",
+    "llama": "LlamaDecoderLayer",
+    "tinyllama": "LlamaDecoderLayer",
+    "smollm2": "LlamaDecoderLayer",
     "tiny": "LlamaDecoderLayer",
-}  # fmt: skip
+}
 
 
 def model_name(plan: Plan) -> str:
@@ -75,28 +92,38 @@ def refuse_axes(plan: Plan, what: str, *axes: str) -> None:
     """Raises Refused for a plan that uses one of `axes`, which `what` cannot express."""
     for axis in axes:
         if getattr(plan, axis) > 1:
-            raise Refused(f"{what} has no {AXES[axis]}, and the plan has {axis}={getattr(plan, axis)}")
+            raise Refused(
+                f"{what} has no {AXIS_NAMES[axis]} parallelism, and the plan has {axis}={getattr(plan, axis)}"
+            )
 
 
-def refuse_offload_of_fsdp(plan: Plan) -> None:
-    """Raises Refused where FSDP2 is asked to keep only the optimizer on the host."""
-    if plan.strategy == "fsdp" and plan.offload == "optimizer":
-        raise Refused(
-            "FSDP2 keeps weights, gradients and optimizer on the host together or not at all, and the plan has "
-            "offload='optimizer'"
-        )
+def refuse_combination(plan: Plan) -> None:
+    """Raises Refused for a plan that no program runs, whatever the target."""
+    ranks = plan.dp * plan.cp
+    reason = why_not(
+        method=plan.method, strategy=plan.strategy, offload=plan.offload, ranks=ranks, tp=plan.tp, pp=plan.pp
+    )
+    if reason:
+        raise Refused(reason.removesuffix("."))
+
+
+def zero_stage(plan: Plan) -> int:
+    """DeepSpeed's stage; 0 for another strategy."""
+    return STRATEGIES[plan.strategy].zero_stage
 
 
 def megatron(plan: Plan) -> str:
     """What Megatron-LM calls the plan's grid and batch: words for its pretrain_gpt.py."""
     words = {
-        "tensor-model-parallel-size": plan.tp, "pipeline-model-parallel-size": plan.pp, "context-parallel-size": plan.cp,
-        "num-virtual-stages-per-pipeline-rank": plan.chunks,
-    }  # fmt: skip
+        "tensor-model-parallel-size": plan.tp,
+        "pipeline-model-parallel-size": plan.pp,
+        "context-parallel-size": plan.cp,
+        "num-virtual-stages-per-pipeline-rank": plan.virtual_stages,
+    }
     line = [f"--{name} {value}" for name, value in words.items() if value > 1]
     line += ["--sequence-parallel"] if plan.sequence_parallel else []
-    line += ["--use-distributed-optimizer"] if plan.strategy in ZERO_STAGES else []
-    line += [f"--micro-batch-size {plan.micro_batch} --global-batch-size {plan.global_batch}"]
+    line += ["--use-distributed-optimizer"] if zero_stage(plan) else []
+    line += [f"--micro-batch-size {plan.micro_batch_size} --global-batch-size {plan.global_batch}"]
     return " ".join(line)
 
 
@@ -105,7 +132,7 @@ def about(plan: Plan) -> list[str]:
     return [
         f"Plan: {model_name(plan)}, {plan}, {plan.precision}",
         f"On {'' if plan.gpus == plan.machines.gpus else f'{plan.gpus} of '}{plan.machines}; a step is {plan.global_batch} sequences of {plan.seq_len} tokens "
-        f"({plan.micro_batch} x {plan.micro_batches} micro-batches x {plan.dp} data ranks)",
+        f"({plan.micro_batch_size} x {plan.num_microbatches} micro-batches x {plan.dp} data ranks)",
         f"Predicted: {plan.memory_bytes / GIB:.1f} GiB a GPU, {seconds(plan.step_seconds)} a step; most of the wait: "
         f"{plan.limit}",
     ]

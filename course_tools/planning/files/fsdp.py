@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from course_tools.planning.files.facts import Refused, about, comment, refuse_axes, refuse_offload_of_fsdp
+from course_tools.planning.files.facts import Refused, about, comment, refuse_axes
 
 if TYPE_CHECKING:
     from course_tools.planning import Plan
@@ -19,8 +19,8 @@ TEMPLATE = '''\
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 {imports}
 RANKS = {ranks}
-MICRO_BATCH = {micro_batch}
-ACCUMULATE = {accumulate}  # micro-batches a step; model.set_requires_gradient_sync(last) in front of each
+MICRO_BATCH_SIZE = {micro_batch_size}
+GRADIENT_ACCUMULATION_STEPS = {gradient_accumulation_steps}  # micro-batches a step; model.set_requires_gradient_sync(last) in front of each
 SEQ_LEN = {seq_len}
 
 
@@ -34,7 +34,7 @@ def shard(model):
         "offload_policy": {offload},
     }}
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-{checkpointing}    for block in base.base_model.layers:
+{activation_checkpointing}    for block in base.base_model.layers:
         fully_shard(block, **policy)
     return fully_shard(model, **policy)
 '''
@@ -49,20 +49,26 @@ def files(plan: Plan, base_model: str | None) -> dict[str, str]:
     if plan.strategy != "fsdp":
         raise Refused(f"This file is FSDP2, and the plan's strategy is {plan.strategy!r}")
     refuse_axes(plan, "This file", "tp", "pp", "cp")
-    refuse_offload_of_fsdp(plan)
     compute = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}.get(plan.precision)
     imports = checkpointing = ""
-    if plan.checkpointing == "full":
+    if plan.activation_checkpointing == "full":
         checkpointing = '    base.gradient_checkpointing_enable({"use_reentrant": False})\n'
-    elif plan.checkpointing == "selective":
+    elif plan.activation_checkpointing == "selective":
         imports = "from course_lib.training.finetune.activation_checkpointing import set_checkpointing\n"
         checkpointing = '    set_checkpointing(base, "selective")\n'
     notes = ["Load the model in fp32: its shards are the copy that the optimizer steps."] if compute else []
     text = TEMPLATE.format(
-        comment=comment([*about(plan), *notes]).rstrip(), imports=imports, torch="import torch\n" if compute else "", ranks=plan.gpus,
-        micro_batch=plan.micro_batch, accumulate=plan.micro_batches, seq_len=plan.seq_len, checkpointing=checkpointing,
-        mixed=f"MixedPrecisionPolicy(param_dtype=torch.{compute}, reduce_dtype=torch.float32)" if compute
+        comment=comment([*about(plan), *notes]).rstrip(),
+        imports=imports,
+        torch="import torch\n" if compute else "",
+        ranks=plan.gpus,
+        micro_batch_size=plan.micro_batch_size,
+        gradient_accumulation_steps=plan.num_microbatches,
+        seq_len=plan.seq_len,
+        activation_checkpointing=checkpointing,
+        mixed=f"MixedPrecisionPolicy(param_dtype=torch.{compute}, reduce_dtype=torch.float32)"
+        if compute
         else "MixedPrecisionPolicy()",
         offload='CPUOffloadPolicy(pin_memory=device == "cuda")' if plan.offload == "all" else "OffloadPolicy()",
-    )  # fmt: skip
+    )
     return {FILE: text}

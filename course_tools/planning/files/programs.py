@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from course_tools.planning.files.facts import ZERO_STAGES, Refused, megatron, refuse_offload_of_fsdp
+from course_lib.choices import STRATEGIES
+from course_tools.planning.files.facts import Refused, megatron, zero_stage
 
 if TYPE_CHECKING:
     from course_tools.planning import Plan
@@ -17,7 +18,7 @@ PRECISIONS = {"fp32": "fp32", "bf16": "bf16", "bf16-mixed": "bf16", "fp16-mixed"
 # What a plan says and a program may not take, and what that program does instead.
 LEFT_OUT = {
     "precision": ("fp32", "computes in fp32"),
-    "checkpointing": ("none", "keeps all activations"),
+    "activation_checkpointing": ("none", "keeps all activations"),
     "offload": ("none", "offloads nothing"),
     "sequence_parallel": (False, "does not split norms along the sequence"),
 }
@@ -52,13 +53,16 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
         return _split(plan, split, model, given)
     if plan.strategy == "single":
         return _single(plan, model, given)
-    given["gradient_accumulation_steps"] = plan.micro_batches
+    given["gradient_accumulation_steps"] = plan.num_microbatches
     if plan.strategy == "fsdp":
-        refuse_offload_of_fsdp(plan)
         return f"{ROOM}.sharded.fsdp", given | {
-            "method": plan.method, "model": model, "precision": plan.precision, "offload": plan.offload == "all",
-            "activation_checkpointing": plan.checkpointing, "lora_rank": plan.lora_rank,
-        }  # fmt: skip
+            "method": plan.method,
+            "model": model,
+            "precision": plan.precision,
+            "offload": plan.offload == "all",
+            "activation_checkpointing": plan.activation_checkpointing,
+            "lora_rank": plan.lora_rank,
+        }
     if plan.method != "full":
         raise Refused(
             f"The course's own programs train {plan.method} on one device and under FSDP2, not under {plan.strategy}"
@@ -66,58 +70,69 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
     if plan.strategy == "ddp":
         return f"{ROOM}.data_parallel.ddp", given
     return f"{ROOM}.sharded.zero", given | {
-        "stage": ZERO_STAGES[plan.strategy], "precision": PRECISIONS[plan.precision], "offload": plan.offload,
-        "activation_checkpointing": plan.checkpointing,
-    }  # fmt: skip
+        "stage": zero_stage(plan),
+        "precision": PRECISIONS[plan.precision],
+        "offload": plan.offload,
+        "activation_checkpointing": plan.activation_checkpointing,
+    }
 
 
 def _single(plan: Plan, model: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """One device: the course's oracle for the tiny model, its fine-tuning program for adapters and other models."""
     if plan.method == "full" and model == "tiny":
-        return f"{ROOM}.single", given | {"gradient_accumulation_steps": plan.micro_batches}
+        return f"{ROOM}.single", given | {"gradient_accumulation_steps": plan.num_microbatches}
     del given["global_batch"]
     return f"{ROOM}.finetune.qlora", given | {
-        "model": model, "method": plan.method, "micro_batch_size": plan.micro_batch, "gradient_accumulation_steps": plan.micro_batches,
-        "precision": plan.precision, "activation_checkpointing": plan.checkpointing, "attention": plan.attention,
+        "model": model,
+        "method": plan.method,
+        "micro_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.num_microbatches,
+        "precision": plan.precision,
+        "activation_checkpointing": plan.activation_checkpointing,
+        "attention": plan.attention,
         "lora_rank": plan.lora_rank,
-    }  # fmt: skip
+    }
 
 
 def _split(plan: Plan, split: list[str], model: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Ranks that hold parts of the layers: one axis alone has a program of its own, several meet in three_d."""
-    stages = plan.pp * plan.chunks
+    stages = plan.pp * plan.virtual_stages
     layers = -(-LAYERS // stages) * stages  # of the tiny Llama
-    if model == "tiny" and split == ["tp"] and plan.dp == 1 and plan.micro_batches == 1 and plan.tp <= TINY_KV_HEADS:
+    if model == "tiny" and split == ["tp"] and plan.dp == 1 and plan.num_microbatches == 1 and plan.tp <= TINY_KV_HEADS:
         return f"{ROOM}.tensor.tensor_parallel", given | {"sequence_parallel": plan.sequence_parallel}
     if model == "tiny" and split == ["pp"] and plan.dp == 1:
         return f"{ROOM}.pipeline.pipeline_parallel", given | {
-            "schedule": "interleaved" if plan.chunks > 1 else "1f1b", "num_microbatches": plan.micro_batches,
-            "virtual_stages": plan.chunks, "layers": layers,
-        }  # fmt: skip
+            "schedule": "interleaved" if plan.virtual_stages > 1 else "1f1b",
+            "num_microbatches": plan.num_microbatches,
+            "virtual_stages": plan.virtual_stages,
+            "layers": layers,
+        }
     many = {"heads": max(plan.tp, TINY_HEADS), "kv_heads": plan.tp} if plan.tp > TINY_KV_HEADS else {}
     size = {"layers": layers} | many if model == "tiny" else {"model": model}
     # ZeRO-1 beside TP and PP is Megatron's distributed optimizer; three_d shards with FSDP2 or not at all
     return f"{ROOM}.three_d", given | {
-        "dp": plan.dp, "pp": plan.pp, "tp": plan.tp, "shard_data": plan.strategy in ("fsdp", *ZERO_STAGES),
-        "num_microbatches": plan.micro_batches, **size,
-    }  # fmt: skip
+        "dp": plan.dp,
+        "pp": plan.pp,
+        "tp": plan.tp,
+        "shard_data": bool(STRATEGIES[plan.strategy].shards),
+        "num_microbatches": plan.num_microbatches,
+        **size,
+    }
 
 
 def not_said(plan: Plan, module: str, arguments: dict[str, Any]) -> list[str]:
     """What the plan asks for and the program does not do, in words for "it ..."."""
     words = [
-        words
-        for name, (usual, words) in LEFT_OUT.items()
-        if getattr(plan, name) != usual and not {name, f"activation_{name}"} & set(arguments)
-    ]  # fmt: skip
-    if plan.micro_batches > 1 and not {"num_microbatches", "gradient_accumulation_steps"} & set(arguments):
+        words for name, (usual, words) in LEFT_OUT.items() if getattr(plan, name) != usual and name not in arguments
+    ]
+    if plan.num_microbatches > 1 and not {"num_microbatches", "gradient_accumulation_steps"} & set(arguments):
         words.append("takes a step's sequences at once")
-    if module.endswith("context_parallel") and plan.strategy in ("fsdp", *ZERO_STAGES):
+    if module.endswith("context_parallel") and STRATEGIES[plan.strategy].shards:
         words.append("holds the whole model on every rank")
-    if module.endswith("three_d") and plan.chunks > 1:
-        words.append(f"runs one chunk of layers a stage in the place of {plan.chunks}")
-    if module.endswith("three_d") and plan.strategy in ZERO_STAGES:
-        words.append(f"shards with FSDP2 in the place of ZeRO-{ZERO_STAGES[plan.strategy]}")
+    if module.endswith("three_d") and plan.virtual_stages > 1:
+        words.append(f"runs one stage per pipeline rank instead of {plan.virtual_stages}")
+    if module.endswith("three_d") and zero_stage(plan):
+        words.append(f"shards with FSDP2 instead of ZeRO-{zero_stage(plan)}")
     if arguments.get("seq_len") != plan.seq_len:
         words.append(f"takes sequences of {arguments['seq_len']} tokens, its longest")
     return words

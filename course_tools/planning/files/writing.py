@@ -7,9 +7,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from course_lib.choices import AXES
 from course_lib.validation import pick
 from course_tools.planning.files import accelerate, axolotl, deepspeed, fsdp, torchrun
-from course_tools.planning.files.facts import AXES, Refused
+from course_tools.planning.files.facts import Refused, refuse_combination
 
 if TYPE_CHECKING:
     from course_tools.planning import Plan
@@ -38,7 +39,7 @@ def files(plan: Plan, target: str, *, base_model: str | None = None) -> dict[str
     """
     _checked(plan, target)
     try:
-        return _MODULES[target].files(plan, base_model)
+        return _texts(plan, target, base_model)
     except Refused as why:
         others = targets_of(plan, base_model=base_model)
         if not others:
@@ -72,10 +73,15 @@ def why_not(plan: Plan, target: str, *, base_model: str | None = None) -> str:
     """Why `target` cannot express this plan, in a sentence; empty where it can."""
     _checked(plan, target)
     try:
-        _MODULES[target].files(plan, base_model)
+        _texts(plan, target, base_model)
     except Refused as why:
         return f"{why}."
     return ""
+
+
+def _texts(plan: Plan, target: str, base_model: str | None) -> dict[str, str]:
+    refuse_combination(plan)
+    return _MODULES[target].files(plan, base_model)
 
 
 def _checked(plan: Any, target: str) -> None:
