@@ -129,7 +129,7 @@ PICTURES = {  # name -> how it is drawn, and what its text says
     ),
     "against a card": (
         lambda: figures.against_card({"tiny": NEED}, card=2**30, card_name="a card", title="Fits?"),
-        [NEED.moment, "a card of 1.0 GiB"],
+        [NEED.peak_phase, "a card of 1.0 GiB"],
     ),
     "reserved": (
         lambda: figures.reserved_and_allocated(
