@@ -16,8 +16,8 @@ from course_lib.training.sharded.fake_fsdp import MOMENTS, ShardedStorages, coun
 CASES = {
     "full": {"method": "full"},
     "lora": {"method": "lora"},
-    "kept": {"method": "full", "reshard": False},
-    "checkpointed": {"method": "full", "checkpointing": "full"},
+    "kept": {"method": "full", "reshard_after_forward": False},
+    "checkpointed": {"method": "full", "activation_checkpointing": "full"},
 }
 
 
@@ -28,9 +28,8 @@ def real_steps():
     found = {}
     for name, case in CASES.items():
         how = dict(case)
-        reshard = how.pop("reshard", True)
-        kept = how.pop("checkpointing", "none")
-        model = prepare(tiny_llama(), precision="fp32", device="cpu", activation_checkpointing=kept, **how)
+        reshard = how.pop("reshard_after_forward", True)
+        model = prepare(tiny_llama(), precision="fp32", device="cpu", **how)
         model = shard(model, reshard_after_forward=reshard)
         optimizer = build_optimizer(trainable(model), "adamw", 1e-4)
         found[name] = count_step(model, optimizer, torch.zeros(1, 64, dtype=torch.long))
@@ -74,7 +73,7 @@ def test_every_further_block_adds_the_same():
             ranks=8,
             method="lora",
             precision="fp16-mixed",
-            checkpointing="full",
+            activation_checkpointing="full",
             seq_len=64,
         )
         for n in (3, 4, 6)
@@ -114,7 +113,7 @@ def test_what_is_resized_to_nothing_is_gone():
         {"ranks": 2.0},
         {"ranks": 4, "method": "qlora"},
         {"ranks": 4, "mesh": "3x2"},
-        {"ranks": 4, "reshard": 3},
+        {"ranks": 4, "reshard_after_forward": 3},
     ],
 )
 def test_what_cannot_be_counted_is_a_sentence(wrong):

@@ -176,12 +176,12 @@ def fake_fsdp(
     ranks: int,
     method: str = "full",
     precision: str = "bf16-mixed",
-    checkpointing: str = "none",
-    reshard: bool | int = True,
+    activation_checkpointing: str = "none",
+    reshard_after_forward: bool | int = True,
     mesh: str = "",
     wrap: str = "block",
     ends: bool = False,
-    micro_batch: int = 1,
+    micro_batch_size: int = 1,
     seq_len: int = 2048,
     lora_rank: int = 16,
 ) -> FakeRank:
@@ -190,10 +190,10 @@ def fake_fsdp(
     Args:
         shape: for instance `PRESETS["llama-3.1-70b"]`; `dataclasses.replace(shape, layers=4)` is quicker, and every
             further block adds the same.
-        method: "full" or "lora". precision, reshard, wrap: as in `course_lib.training.sharded.fsdp_sharding.shard`.
+        method: "full" or "lora". precision, reshard_after_forward, wrap: as in `course_lib.training.sharded.fsdp_sharding.shard`.
         mesh: "" or "copies x shards", as "4x8".
         ends: make units of the embedding and of the output layer, too, so that they are gathered one at a time.
-        micro_batch: sequences. seq_len: tokens a sequence.
+        micro_batch_size: sequences. seq_len: tokens a sequence.
 
     Raises:
         ValueError: a choice that does not exist or does not fit the ranks; "qlora", whose kernels know no fake tensors.
@@ -208,15 +208,15 @@ def fake_fsdp(
             model = llama(shape, dtype=kinds.weights)
             if method == "lora":
                 model = add_adapters(model, lora_rank, 2 * lora_rank, kinds.trained, seed=0)
-        set_checkpointing(model.train(), checkpointing)
+        set_checkpointing(model.train(), activation_checkpointing)
         with fake_tensors():
             _become_fake(model)
             if ends:
                 for end in (model.get_input_embeddings(), model.get_output_embeddings()):
                     fully_shard(end, mesh=ranks_of, mp_policy=mixed_precision(precision))
-            shard(model, mesh=ranks_of, reshard_after_forward=reshard, precision=precision, wrap=wrap)
+            shard(model, mesh=ranks_of, reshard_after_forward=reshard_after_forward, precision=precision, wrap=wrap)
             optimizer = build_optimizer(trainable(model), "adamw", 1e-4)
-            batch = torch.zeros(micro_batch, seq_len, dtype=torch.long)
+            batch = torch.zeros(micro_batch_size, seq_len, dtype=torch.long)
 
             return count_step(model, optimizer, batch)
 
