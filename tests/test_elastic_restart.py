@@ -19,7 +19,7 @@ import torch.distributed as dist
 from course_lib import checkpoints
 from course_lib.launch import RankFailed, launch
 from course_lib.launch.commands import Background
-from course_lib.launch.rendezvous import meeting_place
+from course_lib.launch.rendezvous import restart_safe_init_method
 from course_lib.training.resumable import program as resumable
 from course_lib.training.resumable.journal import read
 
@@ -143,10 +143,10 @@ def test_each_life_of_a_job_has_a_part_of_the_store_to_itself(monkeypatch):
     life = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(server.port), RANK="0", WORLD_SIZE="1", GROUP_WORLD_SIZE="1")
     for name, value in (life | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}).items():
         monkeypatch.setenv(name, value)
-    first, *_ = next(dist.rendezvous(meeting_place()))
+    first, *_ = next(dist.rendezvous(restart_safe_init_method()))
     first.set("address", "of a rank that will die")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    second, rank, world_size = next(dist.rendezvous(meeting_place()))
+    second, rank, world_size = next(dist.rendezvous(restart_safe_init_method()))
     assert first.check(["address"]) and not second.check(["address"]) and (rank, world_size) == (0, 1)
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    assert meeting_place() == "env://"
+    assert restart_safe_init_method() == "env://"

@@ -72,8 +72,11 @@ def test_each_host_has_a_network_of_its_own(possible, no_leftovers):
     here = os.readlink("/proc/self/ns/net")
     assert spaces[0] == spaces[1] != spaces[2] == spaces[3] and here not in spaces
     assert [tuple(result[1].values()) for result in run.results] == [
-        ("0", "2", "0"), ("1", "2", "0"), ("0", "2", "1"), ("1", "2", "1"),
-    ]  # fmt: skip
+        ("0", "2", "0"),
+        ("1", "2", "0"),
+        ("0", "2", "1"),
+        ("1", "2", "1"),
+    ]
     assert all(result[2] == [10.0] * 3 for result in run.results)
     assert [c.kind for c in run.collectives if c.rank == 3] == ["all_reduce"]
     assert "Emulated" in run.stamp["summary"] and "50 Mbit/s" in run.stamp["emulated"]

@@ -300,10 +300,16 @@ def test_plain_scripts_four_at_once_and_torchrun(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "group.py"]
     commands = [["plain.py", str(factor)] for factor in (1, 2, 3, 4)] + [torchrun]
     started = [
-        subprocess.Popen([sys.executable, *command], cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT)
+        subprocess.Popen(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         for command in commands
-    ]  # fmt: skip
+    ]
     told = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0] * 5, told
     for factor, text in enumerate(told[:4], 1):

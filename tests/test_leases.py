@@ -150,8 +150,11 @@ def test_who_holds_something_lets_the_others_go_first(tmp_path):
 def test_a_killed_waiter_is_skipped(tmp_path):
     leases, order = Pool(tmp_path / "leases", gpus=1), []
     with leases.lease():
-        waiter = python("import sys; from course_lib.launch.leases import Pool; Pool(sys.argv[1]).lease(name='W').take()",
-                        leases.folder, stdout=subprocess.PIPE)  # fmt: skip
+        waiter = python(
+            "import sys; from course_lib.launch.leases import Pool; Pool(sys.argv[1]).lease(name='W').take()",
+            leases.folder,
+            stdout=subprocess.PIPE,
+        )
         assert waiter.stdout.readline().startswith(b"waiting for 1 of 1 GPUs: ")
         ben = Asking(leases, 1, "Ben", order)
         assert [t.name for t in leases.waiting()] == ["W", "Ben"]

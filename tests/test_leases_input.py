@@ -20,10 +20,20 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.mark.parametrize(
     "record",
-    [b"", b"{", b"[]", b'{"name": 3, "pid": 1, "since": 1.0}', b'{"name": "x", "pid": -1, "since": 1.0}',
-     b'{"name": "x", "pid": 1, "since": NaN}', b"x" * 5000, b"[" * 1000, b'{"name": "x", "pid": true, "since": 1.0}',
-     b'{"name": "x", "pid": 1, "since": 1.0, "number": 1, "wants": 1}' + b" " * 1000, b"\xff\xfe"],
-)  # fmt: skip
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"name": 3, "pid": 1, "since": 1.0}',
+        b'{"name": "x", "pid": -1, "since": 1.0}',
+        b'{"name": "x", "pid": 1, "since": NaN}',
+        b"x" * 5000,
+        b"[" * 1000,
+        b'{"name": "x", "pid": true, "since": 1.0}',
+        b'{"name": "x", "pid": 1, "since": 1.0, "number": 1, "wants": 1}' + b" " * 1000,
+        b"\xff\xfe",
+    ],
+)
 def test_a_damaged_record_is_somebodys(tmp_path, record):
     leases = Pool(tmp_path / "leases", gpus=1)
     with leases.lease(name="Ada"):
@@ -173,12 +183,39 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert f"export BEYOND_ONE_GPU_LEASES={folder}\n" in capsys.readouterr().out
     monkeypatch.setenv("BEYOND_ONE_GPU_LEASES", folder)
     tell = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], 'BEYOND_ONE_GPU_LEASES' in os.environ, flush=True); os.read(0, 1)"
-    held = python(COMMAND, "run", "-n", 2, "--name", "Ada", "--", sys.executable, "-S", "-c", tell,
-                  stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
+    held = python(
+        COMMAND,
+        "run",
+        "-n",
+        2,
+        "--name",
+        "Ada",
+        "--",
+        sys.executable,
+        "-S",
+        "-c",
+        tell,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert held.stdout.readline() == "0,1 False\n"
     with ExitStack() as stack:
-        waiter = stack.enter_context(python(COMMAND, "run", "--name", "Ben", "--", "sh", "-c", "echo mine; exit 7",
-                                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))  # fmt: skip
+        waiter = stack.enter_context(
+            python(
+                COMMAND,
+                "run",
+                "--name",
+                "Ben",
+                "--",
+                "sh",
+                "-c",
+                "echo mine; exit 7",
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
         assert waiter.stderr.readline().startswith("waiting for 1 of 2 GPUs: Ada has GPUs 0, 1 for ")
         assert gpus.main([]) == 0
         shown = capsys.readouterr().out.splitlines()

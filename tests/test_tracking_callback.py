@@ -34,9 +34,18 @@ def fine_tune(folder: str, steps: int) -> list[float]:
     rank, said = dist.get_rank(), []
     texts = [{"input_ids": torch.full((32,), i % 7), "labels": torch.full((32,), i % 7)} for i in range(64)]
     arguments = TrainingArguments(
-        f"{folder}/out", max_steps=steps, per_device_train_batch_size=2, logging_steps=2, save_steps=4, use_cpu=True,
-        report_to="none", disable_tqdm=True, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=4,
-    )  # fmt: skip
+        f"{folder}/out",
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        logging_steps=2,
+        save_steps=4,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        gradient_accumulation_steps=2,
+        eval_strategy="steps",
+        eval_steps=4,
+    )
     trainer = Trainer(tiny_llama(), arguments, train_dataset=texts, eval_dataset=texts[:4])
     if importlib.util.find_spec("axolotl"):  # as Axolotl adds it
         os.environ |= {"AXOLOTL_DO_NOT_TRACK": "1", "EVERY_RANK_SECONDS": "0.01"}

@@ -75,10 +75,10 @@ class Background:
             code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.end()
-            said = f"`{self.command}` did not end within {timeout:g} s and was ended"
+            message = f"`{self.command}` did not end within {timeout:g} s and was ended"
             if check:
-                raise RuntimeError(f"{said}{self._tail()}") from None
-            return f"{self._printed()}\n{said}.\n"
+                raise RuntimeError(f"{message}{self._tail()}") from None
+            return f"{self._printed()}\n{message}.\n"
         except BaseException:  # Ctrl-C
             self.end()
             raise

@@ -1,4 +1,4 @@
-"""From what the ranks left behind to one report that names the rank, the line and who waited for whom."""
+"""Turn what the ranks left behind into one report that names the rank, the line and who waited for whom."""
 
 from __future__ import annotations
 
@@ -98,9 +98,8 @@ def nearest_line(frames: list[tuple[str, int, str]]) -> tuple[str, int] | None:
 # ---------------------------------------------------------------------------------------------- a rank that failed
 def read_failures(folder: str) -> list[Failure]:
     """What ranks wrote before they ended, in the order in which they wrote it."""
-    paths = [p for p in glob.glob(f"{folder}/error*") if not p.endswith(".part")]
     failures = []
-    for path in sorted(paths, key=lambda p: os.stat(p).st_mtime_ns):
+    for path in sorted(glob.glob(f"{folder}/error*"), key=lambda p: os.stat(p).st_mtime_ns):
         with open(path) as file:
             failures.append(Failure(**json.load(file)))
     return failures
@@ -114,8 +113,8 @@ def failed(folder: str, ranks: int, exit_codes: dict[int, int]) -> Exception:
     """
     failures = read_failures(folder)
     own = [f for f in failures if not f.lost_peer]
-    told = {f.rank for f in failures}
-    killed = {r: code for r, code in exit_codes.items() if r not in told and not _has_result(folder, r)}
+    reported = {f.rank for f in failures}
+    killed = {r: code for r, code in exit_codes.items() if r not in reported and not _has_result(folder, r)}
     if own:
         return _raised(folder, ranks, own[0])
     if killed:
@@ -228,14 +227,16 @@ def hung(folder: str, ranks: int, timeout: float) -> RanksHung:
             waiting.setdefault((rank.waits_in, rank.at), []).append(rank.rank)
         else:
             elsewhere.setdefault(rank.at, []).append(rank.rank)
-    says = [f"{ranks_in_words(group)} {_verb(group, 'wait')} in {kind} ({at})" for (kind, at), group in waiting.items()]
+    sentences = [
+        f"{ranks_in_words(group)} {_verb(group, 'wait')} in {kind} ({at})" for (kind, at), group in waiting.items()
+    ]
     for at, group in elsewhere.items():
         never = "never got there: it is" if len(group) == 1 else "never got there: they are"
-        says.append(f"{ranks_in_words(group)} {never if waiting else 'is' if len(group) == 1 else 'are'} in {at}")
+        sentences.append(f"{ranks_in_words(group)} {never if waiting else 'is' if len(group) == 1 else 'are'} in {at}")
     if returned:
         never = "never got there: the function has returned" if waiting else "has returned"
-        says.append(f"{ranks_in_words(returned)} {never}")
-    return RanksHung(f"no result after {timeout:g} s. " + ";\n".join(says) + ".")
+        sentences.append(f"{ranks_in_words(returned)} {never}")
+    return RanksHung(f"no result after {timeout:g} s. " + ";\n".join(sentences) + ".")
 
 
 def _verb(group: list[int], verb: str) -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from course_lib.launch.rendezvous import meeting_place
+from course_lib.launch.rendezvous import restart_safe_init_method
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ def process_group(backend: str | None = None, *, init_method: str = "", timeout:
     Args:
         backend: ``"nccl"``, ``"gloo"`` or ``None`` to take NCCL where each local rank has a GPU.
         init_method: where the ranks meet, as ``torch.distributed.init_process_group`` takes it; "" for where the
-            environment says, and for a place of their own after torchrun has restarted them (see ``meeting``).
+            environment says, and for a place of their own after torchrun has restarted them (see ``rendezvous``).
         timeout: seconds after which a collective that some rank never joins becomes an error.
 
     Yields:
@@ -73,12 +73,12 @@ def process_group(backend: str | None = None, *, init_method: str = "", timeout:
     device = f"cuda:{local_rank}" if chosen == "nccl" else "cpu"
     if chosen == "nccl":
         torch.cuda.set_device(local_rank)
-    store = dist.HashStore() if alone else None  # a rank that is alone needs no meeting place, so it opens no port
+    store = dist.HashStore() if alone else None  # a rank that is alone needs nobody to meet, so it opens no port
     if alone:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     dist.init_process_group(
         BOTH if chosen == "nccl" else chosen,
-        init_method=None if alone else init_method or meeting_place(),
+        init_method=None if alone else init_method or restart_safe_init_method(),
         store=store,
         rank=rank,
         world_size=world_size,

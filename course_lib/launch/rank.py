@@ -1,4 +1,4 @@
-"""What runs inside each rank: join, call the function, leave the result or the reason where the notebook finds it."""
+"""Run inside each rank: join, call the function, leave the result or the reason where the notebook finds it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import time
 import traceback
 from dataclasses import asdict, dataclass, field
 
+from course_lib.files import write_atomically
 from course_lib.launch.group import LOOPBACK, process_group
 
 # What a rank hears when a *peer* died or left: an effect of somebody else's failure, hardly ever the cause.
@@ -37,7 +38,7 @@ GRACE = 0.5  # seconds that a rank which lost a peer waits before it ends, so th
 
 @dataclass
 class Job:
-    """What every rank of one launch is told; written once into the private folder."""
+    """What every rank of one launch needs to know; written once into the private folder."""
 
     function: bytes  # cloudpickle of (function, args, kwargs)
     ranks: int
@@ -95,7 +96,7 @@ def main(folder: str) -> None:
     sys.path[:] = job.path  # as it is: multiprocessing writes the folder of the start in the place of ""
     failure = _run(rank, job, folder)
     if failure is not None:
-        _write(f"{folder}/error{rank}", json.dumps(asdict(failure)).encode())
+        write_atomically(f"{folder}/error{rank}", json.dumps(asdict(failure)).encode())
         if failure.lost_peer:
             time.sleep(GRACE)
         sys.stdout.flush()
@@ -122,7 +123,7 @@ def _run(rank: int, job: Job, folder: str) -> Failure | None:
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"] = LOOPBACK
     try:
         with process_group(job.backend, init_method=f"file://{folder}/store", timeout=job.timeout + 60):
-            _write(f"{folder}/joined{rank}", b"")
+            write_atomically(f"{folder}/joined{rank}", b"")
             _wait_for_all(f"{folder}/joined", job.ranks)
             memory.start_process_peak()
             wire_before = wire.sent_bytes()
@@ -142,7 +143,7 @@ def _run(rank: int, job: Job, folder: str) -> Failure | None:
             except Exception as error:  # cloudpickle raises what the object's own __reduce__ raises
                 return _failure(rank, "result", error, named=type(value).__name__)
             del value
-            _write(f"{folder}/result{rank}", packed)
+            write_atomically(f"{folder}/result{rank}", packed)
             _wait_for_all(f"{folder}/result", job.ranks, LINGER)
     except BaseException as error:  # SystemExit too: a rank that calls sys.exit(3) has not returned a result
         if isinstance(error, SystemExit) and not error.code and os.path.exists(f"{folder}/result{rank}"):
@@ -168,16 +169,14 @@ def _failure(rank: int, kind: str, error: BaseException, named: str = "") -> Fai
     message = str(error)
     lost = kind == "raised" and any(sign in message.lower() for sign in PEER_LOST)
     return Failure(
-        rank, kind, named or type(error).__name__, message, frames,
-        "".join(traceback.format_exception(type(error), error, error.__traceback__)), lost,
-    )  # fmt: skip
-
-
-def _write(path: str, content: bytes) -> None:
-    """Whole or not at all: the notebook may look at any moment."""
-    with open(path + ".part", "wb") as file:
-        file.write(content)
-    os.replace(path + ".part", path)
+        rank,
+        kind,
+        named or type(error).__name__,
+        message,
+        frames,
+        "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        lost,
+    )
 
 
 def _take_environment(environment: dict[str, str]) -> None:

@@ -1,9 +1,8 @@
-"""``launch``: a function, also one defined in this notebook, on several real ranks, and back with what they did."""
+"""Run a function, also one defined in this notebook, on several real ranks, and return what they did."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import multiprocessing
 import os
@@ -20,6 +19,7 @@ from course_lib.launch.leases import for_run
 from course_lib.launch.output import Stream, to_cell
 from course_lib.launch.rank import Job
 from course_lib.observe.collectives import Collective
+from course_lib.validation import did_you_mean
 
 
 @dataclass
@@ -114,10 +114,10 @@ def launch(
     lease = for_run(ranks, chosen, backend, to_cell)
     folder = supervision.Folder()
     thread = agent.Agent(folder.path, ranks)
-    undertaker = supervision.Undertaker(thread, folder, lease)
-    open_gate = undertaker.gate.release
+    clean_up = supervision.CleanUp(thread, folder, lease)
+    open_gate = clean_up.gate.release
     try:
-        undertaker.start()
+        clean_up.start()
         job.environment |= lease.take().environment
         _write_job(folder.path, job)
         stream = Stream(f"{folder.path}/logs", ranks, None if quiet else to_cell)
@@ -129,7 +129,7 @@ def launch(
         raise
     finally:
         open_gate()
-        undertaker.join()
+        clean_up.join()
 
 
 def _stopped() -> list[str]:
@@ -163,7 +163,7 @@ def _wrong_arguments(function: Any, signature: inspect.Signature, kwargs: dict[s
     known = [*signature.parameters, "ranks", "timeout", "backend", "threads", "quiet"]
     unknown = [k for k in kwargs if k not in known]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
+        near = did_you_mean(unknown[0], known)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         return f"{name}() takes no argument {unknown[0]!r}.{hint} It takes {name}{signature}."
     return f"{name}{signature} cannot be called with what launch() was given: {error}."

@@ -1,4 +1,4 @@
-"""Follow the ranks of one launch to their end, one way or another, and leave nothing of them behind."""
+"""Follow the ranks of one launch until they have ended, and leave nothing of them behind."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _is_gone(folder: str, rank: int) -> bool:
         return not any(os.path.exists(f"{folder}/{outcome}{rank}") for outcome in ("result", "error"))
 
 
-class Undertaker(threading.Thread):
+class CleanUp(threading.Thread):
     """Ends what is left of the ranks, removes the folder and gives the GPUs back, as soon as its ``gate`` is released.
 
     A thread of its own, started first: Ctrl-C, also a second and a third, interrupts only the wait for it. The gate is

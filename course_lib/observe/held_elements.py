@@ -62,8 +62,8 @@ def _stage12(elements: int, zero: Any) -> dict[str, Slices]:
     """Weights in one flat tensor, of which the rank has a slice: where it starts is read off the addresses."""
     flat = zero.bit16_groups_flat[0]
     rank = _rank(zero)
-    mine = zero.parallel_partitioned_bit16_groups[0][rank]
-    first = (mine.data_ptr() - flat.data_ptr()) // flat.element_size()
+    partition = zero.parallel_partitioned_bit16_groups[0][rank]
+    first = (partition.data_ptr() - flat.data_ptr()) // flat.element_size()
 
     def cut(count: int) -> Slices:
         return [(first, min(first + count, elements))] if count else []

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from course_lib.observe.saved_tensors import Farewell, SavedForBackward, storage_of
+from course_lib.observe.saved_tensors import FreedStorages, SavedForBackward, storage_of
 
 if TYPE_CHECKING:
     import torch
@@ -47,8 +47,8 @@ def _buckets(model: torch.nn.Module) -> tuple[int, bool]:
 
     if not isinstance(model, DistributedDataParallel):
         return 0, False
-    told = model._get_ddp_logging_data()
-    sizes = told.get("rebuilt_bucket_sizes") or told["bucket_sizes"]  # the same sum
+    logged = model._get_ddp_logging_data()
+    sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]  # the same sum
     return sum(int(size) for size in str(sizes).split(",")), model._has_rebuilt_buckets
 
 
@@ -93,8 +93,8 @@ class MemoryProbe:
         buckets, rebuilt = _buckets(self.model)
         # those that no gradient is a view of just now are held by DDP all the same
         buckets -= before["gradients"] if getattr(self.model, "gradient_as_bucket_view", False) else 0
-        farewell = Farewell(self._gradient_tensors())
-        saved = SavedForBackward(self.model, farewell.look)
+        freed = FreedStorages(self._gradient_tensors())
+        saved = SavedForBackward(self.model, freed.check)
         gradients = 0
 
         def note_gradients(*_: Any) -> None:
@@ -118,11 +118,11 @@ class MemoryProbe:
                 recording = stack.enter_context(Allocations())
                 yield self
                 recording.stop()
-                farewell.look()
+                freed.check()
                 if buckets and _buckets(self.model)[1] > rebuilt:  # DDP rebuilt them as this step began
-                    farewell.log.append((0, -buckets))
+                    freed.log.append((0, -buckets))
                 held = sum(before.values()) - before.get("ddp_buckets", 0) + buckets
-                peak = {"peak": held + _highest(recording.log, farewell.log)}
+                peak = {"peak": held + _highest(recording.log, freed.log)}
         after = self.resident()
         self.bytes = {
             **after,
@@ -134,10 +134,10 @@ class MemoryProbe:
         _found.append(self.bytes)
 
 
-def _highest(allocations: list[tuple[int, int, int]], farewells: list[tuple[int, int]]) -> int:
+def _highest(allocations: list[tuple[int, int, int]], freed: list[tuple[int, int]]) -> int:
     """Highest sum of bytes above the start, in the order of time."""
     ours: set[int] = set()
-    changes = farewells
+    changes = freed
     for at, address, size in allocations:
         if size > 0:
             ours.add(address)

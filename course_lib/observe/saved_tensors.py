@@ -75,7 +75,7 @@ class _Kept:
         self._book.release(self._storage)
 
 
-class Farewell:
+class FreedStorages:
     """Notices when storages that were there before the measurement are given back.
 
     The allocator's events do not tell the size of blocks that are older than the recording; of a model that is
@@ -92,7 +92,7 @@ class Farewell:
         self._there = [(StorageWeakRef(storage), storage.nbytes()) for storage in storages.values()]
         self.log: list[tuple[int, int]] = []
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Cheap while the first is there: ``zero_grad`` gives all back, in this order."""
         if self._there and self._there[0][0].expired():
             import time

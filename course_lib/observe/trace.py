@@ -59,10 +59,10 @@ def overlap_seconds(spans: Iterable[Span]) -> float:
 
     Where there is work on a GPU only that counts: the CPU's part is then no more than issuing it.
     """
-    told = [s for s in spans if s.kind in ("collective", "backward")]
-    told = [s for s in told if s.thread < 0] or told
+    own_spans = [s for s in spans if s.kind in ("collective", "backward")]
+    own_spans = [s for s in own_spans if s.thread < 0] or own_spans
     changes = sorted(
-        [(s.start, 1, s.kind, s.thread) for s in told] + [(s.end, -1, s.kind, s.thread) for s in told],
+        [(s.start, 1, s.kind, s.thread) for s in own_spans] + [(s.end, -1, s.kind, s.thread) for s in own_spans],
         key=lambda change: (change[0], change[1]),
     )
     running: dict[str, dict[int, int]] = {"collective": defaultdict(int), "backward": defaultdict(int)}

@@ -157,11 +157,11 @@ def _call(kind: str, numbers: int, device: torch.device) -> Callable[[], Any]:
     # zeros, not ones: an all-reduce in place doubles what it finds each time, and inf may take another path
     whole = torch.zeros(numbers, device=device)
     if kind == "all_gather":
-        mine = torch.zeros(share, device=device)
-        return lambda: dist.all_gather_into_tensor(whole, mine)
+        part = torch.zeros(share, device=device)
+        return lambda: dist.all_gather_into_tensor(whole, part)
     if kind == "reduce_scatter":
-        mine = torch.zeros(share, device=device)
-        return lambda: dist.reduce_scatter_tensor(mine, whole)
+        part = torch.zeros(share, device=device)
+        return lambda: dist.reduce_scatter_tensor(part, whole)
     if kind == "all_to_all":
         other = torch.zeros(numbers, device=device)
         return lambda: dist.all_to_all_single(other, whole)

@@ -63,17 +63,25 @@ class Hosts:
         given = {"ranks", "backend"} & set(kwargs)
         if given:
             raise ValueError(f"{min(given)}: the hosts decide that; leave it out here.")
-        # a wrong call is told here, where its line is, and not by a rank
+        # a wrong call raises here, where its line is, and not in a rank
         for_launch = {name: kwargs.pop(name) for name in ("timeout", "threads", "quiet") if name in kwargs}
         inspect.signature(function).bind(*args, **kwargs)
-        meeting = Folder()
+        folder = Folder()
         try:
             run = launch(
-                _on_host, self, f"{meeting.path}/store", for_launch.get("timeout", 60.0), function, args, kwargs,
-                ranks=self.hosts * self.ranks_per_host, backend="gloo", **for_launch,
-            )  # fmt: skip
+                _on_host,
+                self,
+                f"{folder.path}/store",
+                for_launch.get("timeout", 60.0),
+                function,
+                args,
+                kwargs,
+                ranks=self.hosts * self.ranks_per_host,
+                backend="gloo",
+                **for_launch,
+            )
         finally:
-            meeting.remove()
+            folder.remove()
         run.stamp["summary"] += f". {self}"
         run.stamp["emulated"] = str(self)
         return run

@@ -123,8 +123,8 @@ def _inside(pid: int, tool: str, lines: Sequence[str]) -> None:
     except subprocess.TimeoutExpired:
         raise CannotEmulate(f"`{tool}` did not answer within {_SECONDS:g} s") from None
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines() or ["no reason given"]
-        raise CannotEmulate(f"`{tool}` failed: {said[0]}")
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["no reason given"]
+        raise CannotEmulate(f"`{tool}` failed: {lines[0]}")
 
 
 def _bucket(interface: str, bandwidth: float) -> str:

@@ -19,20 +19,20 @@ def count_gpus() -> int:
     Raises:
         ValueError: there are none, or the variable is no number.
     """
-    said = os.environ.get(COUNT_VARIABLE, "")
-    if said:
-        if not said.isdecimal() or not 1 <= int(said) <= 64:
-            raise ValueError(f"{COUNT_VARIABLE}={said}: give the number of GPUs, 1 to 64.")
-        return int(said)
+    value = os.environ.get(COUNT_VARIABLE, "")
+    if value:
+        if not value.isdecimal() or not 1 <= int(value) <= 64:
+            raise ValueError(f"{COUNT_VARIABLE}={value}: give the number of GPUs, 1 to 64.")
+        return int(value)
     if shutil.which("nvidia-smi") is not None:
         try:
-            asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10)
+            listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ValueError(
                 f"nvidia-smi does not answer ({error}): set {COUNT_VARIABLE}=4, or mend the driver."
             ) from None
-        found = len(re.findall(r"^GPU \d+:", asked.stdout, re.MULTILINE))
-        if asked.returncode == 0 and found:
+        found = len(re.findall(r"^GPU \d+:", listing.stdout, re.MULTILINE))
+        if listing.returncode == 0 and found:
             return found
     raise ValueError(
         f"nvidia-smi lists no GPU on this machine, so there is nothing to lend; {COUNT_VARIABLE}=4 pretends."

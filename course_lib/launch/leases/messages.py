@@ -1,4 +1,4 @@
-"""What a wait says."""
+"""The sentences printed during a wait for GPUs."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def _state(gpus: int, holders: Sequence[Holder], before: Sequence[Ticket]) -> st
         since = max((h.since for h in some if h.since is not None), default=None)
         how_long = "" if since is None else f" for {duration(time.time() - since)}"
         parts.append(f"{name} has {gpus_in_words([h.gpu for h in some])}{how_long}")
-    said = [", ".join(parts)] if parts else []
+    sentences = [", ".join(parts)] if parts else []
     free = sorted(set(range(gpus)) - {h.gpu for h in holders})
     if free:
-        said.append(f"{gpus_in_words(free)} {'is' if len(free) == 1 else 'are'} free")
+        sentences.append(f"{gpus_in_words(free)} {'is' if len(free) == 1 else 'are'} free")
     if before:
         names = ", ".join(t.name for t in before[:3]) + (", …" if len(before) > 3 else "")
-        said.append(f"{len(before)} {'is' if len(before) == 1 else 'are'} before you ({names})")
+        sentences.append(f"{len(before)} {'is' if len(before) == 1 else 'are'} before you ({names})")
     else:
-        said.append("you are next")
-    return "; ".join(said)
+        sentences.append("you are next")
+    return "; ".join(sentences)

@@ -112,8 +112,8 @@ class PoolState:
         for gpu in range(self.gpus):
             locked, data = files.look(self.folder, files.gpu_file(gpu))
             if locked:
-                said = files.read_record(data, {"name": str, "pid": int, "since": float}) or {"name": "somebody"}
-                found.append(Holder(gpu, said["name"], said.get("pid"), said.get("since")))
+                record = files.read_record(data, {"name": str, "pid": int, "since": float}) or {"name": "somebody"}
+                found.append(Holder(gpu, record["name"], record.get("pid"), record.get("since")))
         return found
 
     def _queue(self, with_something: set[str]) -> list[Ticket]:
@@ -123,7 +123,7 @@ class PoolState:
             locked, data = files.look(self.folder, files.seat_file(seat))
             if not data:  # nobody ever sat here, nor on those behind: everybody takes the first that is free
                 break
-            said = files.read_record(data, kinds) if locked else None
-            if said:
-                found.append(Ticket(**said, seat=seat))
+            record = files.read_record(data, kinds) if locked else None
+            if record:
+                found.append(Ticket(**record, seat=seat))
         return sorted(found, key=lambda t: (t.name in with_something, t.number))

@@ -184,10 +184,20 @@ class Heartbeat:
     def _record(self) -> Beat:
         now, pace = time.monotonic(), self._pace
         return Beat(
-            rank=self.rank, step=pace.step, phase=pace.phase, turn=pace.turn, total=pace.total, age=now - pace.at,
-            every=pace.every, may_take=pace.may_take, ended=self._ended, time=time.time(), stack=self._stack,
-            numbers=dict(self._numbers), **self._process,
-        )  # fmt: skip
+            rank=self.rank,
+            step=pace.step,
+            phase=pace.phase,
+            turn=pace.turn,
+            total=pace.total,
+            age=now - pace.at,
+            every=pace.every,
+            may_take=pace.may_take,
+            ended=self._ended,
+            time=time.time(),
+            stack=self._stack,
+            numbers=dict(self._numbers),
+            **self._process,
+        )
 
     def _answer_signals(self) -> str:
         """Write the Python stack to a file on SIGUSR2, by a C handler: a rank stuck in C answers too.
