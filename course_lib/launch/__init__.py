@@ -1,4 +1,4 @@
-"""Real ranks from a notebook cell.
+"""Start real ranks from a notebook cell.
 
 >>> run = launch(train_step, ranks=4, timeout=60, lr=3e-4)
 >>> run.results[2]       # what rank 2 returned

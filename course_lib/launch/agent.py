@@ -1,4 +1,4 @@
-"""The elastic agent behind ``torchrun``, run inside this process over a warm forkserver, listening nowhere."""
+"""Run the elastic agent behind ``torchrun`` inside this process, over a warm forkserver, without opening a port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands as a reader would type them (torchrun, accelerate launch), which end with the cell that started them.
+"""Run commands as a reader would type them (torchrun, accelerate launch); they end with the cell that started them.
 
 A launcher such as torchrun puts its ranks into sessions of their own, so that neither Ctrl-C in a notebook nor the end
 of a killed kernel reaches them. Here a small supervisor stands between the notebook and the command: when the notebook

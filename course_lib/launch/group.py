@@ -1,4 +1,4 @@
-"""The default process group, up for the length of a ``with`` block."""
+"""Keep the default process group up for the length of a ``with`` block."""
 
 from __future__ import annotations
 

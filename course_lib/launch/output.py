@@ -1,4 +1,4 @@
-"""What the ranks print, as it comes: each line tagged with its rank, equal lines of several ranks folded into one."""
+"""Show what the ranks print as it comes: each line tagged with its rank, equal lines of several ranks folded into one."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Run:
         collectives: every collective of every rank, in the order of rank and issue.
         memory: per rank, bytes by category (see ``course_lib.observe``).
         wire_bytes: bytes that each rank sent over its sockets, counted by the system; ``None`` where it does not count.
-        stamp: what it ran on: ranks, backend, device, threads a rank.
+        stamp: what it ran on: ranks, backend, device, threads per rank.
     """
 
     results: list[Any]
@@ -73,7 +73,7 @@ def launch(
         ranks: number of processes, 1 or more.
         timeout: seconds the function may take, counted from when all ranks have joined.
         backend: ``"gloo"``, ``"nccl"`` or ``None`` to let the machine decide.
-        threads: CPU threads of PyTorch a rank; ``None`` shares the machine's cores out.
+        threads: PyTorch's CPU threads per rank; ``None`` shares the machine's cores out.
         quiet: keep what the ranks print in ``run.logs`` without showing it.
 
     Raises:

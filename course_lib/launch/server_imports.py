@@ -1,4 +1,4 @@
-"""Imported once, in the forkserver; a rank is then a fork that has all this. Nothing else should import it.
+"""Import what ranks need, once, in the forkserver that ranks are forked from. Nothing else should import this module.
 
 Slow to import and used by nearly every lesson: PyTorch and Transformers. The order is that of need.
 """

@@ -1,4 +1,4 @@
-"""PyTorch on one CPU thread, for a while."""
+"""Run PyTorch on one CPU thread within a block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on one thread of the CPU; the number of before comes back at the end.
+    """Compute on one CPU thread; the previous number of threads comes back at the end.
 
     For figures that are the same on every machine: some kernels take scratch memory for each thread, and a sum over
     40,000 numbers already rounds differently with two (measured: ``Tensor.sum``). And for small tensors on a busy

@@ -1,4 +1,4 @@
-"""What a step allocates and gives back, in the order of time: for a picture of memory, or to replay elsewhere."""
+"""Record what a step allocates and frees, in the order of time, for a figure of memory or a replay."""
 
 from __future__ import annotations
 

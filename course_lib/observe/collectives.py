@@ -1,4 +1,4 @@
-"""What counts as a collective, one of them as a rank saw it, and the pulse that tells from outside what a rank is doing."""
+"""The operators that count as collectives, the record of one call, and the pulse that shows what a rank is doing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds how many bytes on a rank under DeepSpeed: shares, copies, buckets, and what lies in host memory instead.
+"""Count bytes by category on a rank under DeepSpeed: shares, copies, buckets, and what is in host memory instead.
 
 What DeepSpeed 0.19 holds between two steps, in elements of a model of P trained weights on N ranks:
 

@@ -1,4 +1,4 @@
-"""Steps on fake tensors: real PyTorch code runs on tensors that have shapes and no memory, and every storage is counted.
+"""Run steps on fake tensors, which have shapes and no memory, and count every storage.
 
 So a training step of a model of 70 billion parameters takes seconds on a laptop, and what it would have allocated, and
 when, is known all the same. What fake tensors cannot show: the workspace inside a kernel (cuBLAS, attention), which

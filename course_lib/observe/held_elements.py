@@ -1,4 +1,4 @@
-"""Which elements of the model a rank really holds, read off the tensors that are there."""
+"""Find out which elements of the model a rank really holds, from the tensors that are there."""
 
 from __future__ import annotations
 

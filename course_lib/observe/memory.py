@@ -1,4 +1,4 @@
-"""Who holds how many bytes on a rank: parameters, gradients, optimizer state, activations, and the peak.
+"""Count bytes by category on a rank: parameters, gradients, optimizer state, activations, and the peak.
 
 On the CPU every figure is exact: tensors' storages are counted once each, and the peak comes from the allocator's own
 events, recorded by the profiler during one step. On CUDA the peak is the caching allocator's, allocated and reserved
@@ -30,7 +30,7 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Every tensor in the optimizer's state (Adam: two moments and a step counter a parameter)."""
+    """Every tensor in the optimizer's state (Adam: two moments and a step counter per parameter)."""
     import torch
 
     return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]

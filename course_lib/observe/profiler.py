@@ -1,4 +1,4 @@
-"""PyTorch's profiler reduced to raw events: which operation ran when, or what the CPU's allocator did."""
+"""Read raw events from PyTorch's profiler: which operation ran when, or what the CPU's allocator did."""
 
 from __future__ import annotations
 

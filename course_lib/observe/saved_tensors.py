@@ -1,4 +1,4 @@
-"""What autograd keeps for the backward pass, storage by storage, and for how long."""
+"""Track what autograd keeps for the backward pass, storage by storage."""
 
 from __future__ import annotations
 

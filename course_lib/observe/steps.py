@@ -1,4 +1,4 @@
-"""What a training loop did: seconds and bytes sent per step, tokens per second, and the memory of one step."""
+"""Observe a training loop: seconds and bytes sent per step, tokens per second, and the memory of one step."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Observation:
 
     @property
     def median_step(self) -> float:
-        """Median seconds a step, the first step left out where there is another."""
+        """Median seconds per step, without the first step where there is another."""
         return statistics.median(self.step_seconds[WARM_UP:] or self.step_seconds)
 
     @property

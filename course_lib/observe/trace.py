@@ -1,4 +1,4 @@
-"""When this rank computed and when it communicated, in one step: spans for a timeline of several ranks."""
+"""Trace one step: when this rank computed and when it communicated, as spans for a timeline of several ranks."""
 
 from __future__ import annotations
 

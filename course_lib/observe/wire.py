@@ -1,4 +1,4 @@
-"""Bytes that really left this process, as the operating system counted them.
+"""Count the bytes that really left this process, as the operating system counts them.
 
 gloo speaks TCP, also between two ranks of one machine, and Linux keeps a byte counter for every TCP connection. NCCL
 inside one machine uses shared memory or NVLink, where no socket counts anything: there the answer is ``None``.

@@ -4,7 +4,7 @@
 2. The root adds, or sorts, and sends the results out, again to one rank after the other.
 3. broadcast, reduce, gather, scatter: n-1 messages, one after the other, through the root's one link: (n-1) · S bytes.
 4. all_reduce is reduce, then broadcast: the root sends and receives (n-1) · S bytes, every other rank S.
-5. The root's time grows with n while the others wait: a ring moves the same sum with 2(n-1)/n · S a rank.
+5. The root's time grows with n while the others wait: a ring moves the same sum with 2(n-1)/n · S per rank.
 
 S: bytes of one rank's tensor. Where the call has no root, the group's first rank is it. ValueError: see
 ``validation``.

@@ -1,7 +1,7 @@
 """Recursive doubling: after every step each rank knows the sum of twice as many ranks.
 
 1. In step k = 1, 2, 4, … rank r and its partner r XOR k exchange what they have, whole tensors, and both add.
-2. After log2 n steps everybody has the sum: the fewest steps there are, and log2 n · S bytes a rank. The best choice for
+2. After log2 n steps everybody has the sum: the fewest steps there are, and log2 n · S bytes per rank. The best choice for
    a small tensor, where a step costs its latency; the ring sends less once the bytes count.
 3. A number of ranks that is no power of two, p < n < 2p: each of the last n-p ranks first hands its tensor to one of the
    first, sits the steps out, and gets the sum at the end: two steps more. It sends S bytes, its helper (log2 p + 1) · S.

@@ -3,7 +3,7 @@
 1. The tensor of S bytes is cut into n chunks. Every step a rank sends one chunk to the right and gets one from the left.
 2. Reduce-scatter, n-1 steps: what arrives is added to the own chunk, and passed on in the next step; then rank r holds
    chunk r of the sum. All-gather, n-1 steps: the finished chunks go round once more, now copied instead of added.
-3. All-reduce is both: 2(n-1) steps and 2(n-1)/n · S bytes a rank, and no algorithm can do with fewer bytes.
+3. All-reduce is both: 2(n-1) steps and 2(n-1)/n · S bytes per rank, and no algorithm can do with fewer bytes.
 4. Where n does not divide, rank r sends 2S - |chunk r| - |chunk r+1|: each phase passes on all chunks but one.
 5. A step is one message of at most ceil(S/n), and its receive is posted before its send: no rank waits for a rank that
    waits for it, also where a send blocks until it is received.

@@ -53,7 +53,7 @@ class Cluster:
         """Seconds of each stage of the hierarchical collective, in their order.
 
         all_reduce: reduce-scatter in the node, all-reduce of each GPU's piece between the nodes (all pieces at once,
-        over a shared network), all-gather in the node. So the network carries 2 (m - 1) / m * bytes a node, however
+        over a shared network), all-gather in the node. So the network carries 2 (m - 1) / m * bytes per node, however
         many GPUs it has. Stages do not overlap here; libraries that cut the array in chunks gain from that they do.
         all_to_all: pairwise, first with the GPUs of the same node, then with all others.
 

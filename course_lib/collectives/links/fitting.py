@@ -20,7 +20,7 @@ class Fit:
 
     Attributes:
         alpha: seconds that a collective costs whatever its size.
-        beta: seconds a byte of payload.
+        beta: seconds per byte of payload.
         sizes, seconds: what was fitted, in bytes and seconds.
         residuals: (measured - fitted) / fitted, one a size, without unit.
     """

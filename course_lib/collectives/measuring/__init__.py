@@ -1,4 +1,4 @@
-"""What this machine's links really do: collectives by size, copies, and the topology as the driver tells it."""
+"""Measure this machine's links: collectives by size, copies, and the topology as the driver reports it."""
 
 from course_lib.collectives.measuring.collectives import KINDS, Curve, Point, bench_collective
 from course_lib.collectives.measuring.copies import Copy, copy_bandwidth

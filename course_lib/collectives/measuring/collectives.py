@@ -1,4 +1,4 @@
-"""Seconds of a collective by size, on real ranks."""
+"""Time a collective by size, on real ranks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def bench_collective(
 
     Args:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce".
-        sizes: payloads in bytes, each above 0; rounded up to whole fp32 numbers a rank.
+        sizes: payloads in bytes, each above 0; rounded up to whole fp32 numbers per rank.
         ranks: 2 or more.
         repeats: rounds that count.
         warm_up: rounds before them that do not.

@@ -1,4 +1,4 @@
-"""Bytes a second between host and GPU, and between GPUs, from pinned and from pageable memory."""
+"""Measure bytes per second between host and GPU, and between GPUs, from pinned and from pageable memory."""
 
 from __future__ import annotations
 

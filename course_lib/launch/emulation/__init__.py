@@ -1,4 +1,4 @@
-"""Several hosts on one machine, with links of a chosen speed between them: an emulation, and it says so.
+"""Emulate several hosts on one machine, with links of a chosen speed between them.
 
 >>> with emulated_hosts(hosts=3, link=Link("200 Mbit/s", 0, 25e6)) as machines:
 ...     print(machines)

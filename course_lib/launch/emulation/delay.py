@@ -1,4 +1,4 @@
-"""A slow link where the machine allows no namespaces: DDP's buckets arrive when a link of that speed would have done.
+"""Delay DDP's buckets to the speed of a slow link, where the machine allows no network namespaces.
 
 The hook starts the real all-reduce at once and lets its future complete no earlier than the wire would. Backward goes
 on meanwhile, as it would with a real network card, and the gradients are DDP's own.

@@ -1,4 +1,4 @@
-"""``emulated_hosts``: ranks that believe they are on several machines."""
+"""Launch ranks that see several machines where there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A smaller machine: a process that may only take so many more bytes, and whose allocator really refuses the next one.
+"""Limit the memory that this process may still take, so that its allocator refuses the next tensor.
 
 with memory_limit(300 * 2**20):
     train()          # raises where its tensors need more, as it would on a card of that size
@@ -17,11 +17,7 @@ from course_lib.launch.emulation.namespaces import CannotEmulate
 # glibc keeps freed blocks of up to 32 MiB for later, in pieces that the next tensor may not fit into. A threshold that is set
 # stays: from then on this process takes larger blocks from the kernel, one by one, and gives each back when it is freed.
 M_MMAP_THRESHOLD, LARGE, PLUG = -3, 128 * 1024, 256 * 1024
-COLLECT_OFTEN = (
-    200,
-    1,
-    1,
-)  # for gc: tensors in a circle of references would stay, and count, until Python looks for circles
+COLLECT_OFTEN = (200, 1, 1)  # for gc: tensors in a reference cycle stay, and count, until Python looks for cycles
 
 
 @contextmanager

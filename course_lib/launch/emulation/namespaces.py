@@ -1,4 +1,4 @@
-"""Hosts as network namespaces around a switch, joined by cables (veth) whose speed a token bucket (tbf) sets.
+"""Build hosts as network namespaces around a switch, joined by cables (veth) whose speed a token bucket (tbf) sets.
 
 A namespace lives as long as a process is in it, and nothing else holds these: no name, no file, no interface outside.
 So each is held by a `cat` that reads from this process. Whatever becomes of this process, the pipe closes, `cat` ends,

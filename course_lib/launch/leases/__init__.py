@@ -1,4 +1,4 @@
-"""The GPUs of one box, lent fairly to a class: each learner gets one or two, in the order of asking.
+"""Lend the GPUs of one machine to a class: each learner gets one or two, first come, first served.
 
 >>> pool = Pool("/var/tmp/gpus", gpus=4)
 >>> with pool.lease(1, name="Ada") as lease:

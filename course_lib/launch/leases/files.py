@@ -1,4 +1,4 @@
-"""The folder of a pool: files that are locked, each with one record that says by whom.
+"""The folder of a pool: files that learners lock, each with a record of who holds it.
 
     door              locked for the milliseconds in which somebody looks, sits down or takes GPUs
     gpu0, gpu1, …     locked by who has the GPU

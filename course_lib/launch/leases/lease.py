@@ -1,4 +1,4 @@
-"""One lease: the ticket, the wait, the GPUs, and giving them back."""
+"""A lease of GPUs: take a ticket, wait, take the GPUs, give them back."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Lease:
         return self
 
     def give_back(self) -> None:
-        """Once is enough, twice is no harm."""
+        """Give the GPUs back; a second call does nothing."""
         self.gpus = ()
         self._release()
         if self in _live:

@@ -1,4 +1,4 @@
-"""What the leases ask of the machine: how many GPUs it has, and whether a folder is really its own."""
+"""Ask the machine how many GPUs it has, and whether a folder is on a local disk."""
 
 from __future__ import annotations
 

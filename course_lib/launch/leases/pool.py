@@ -47,7 +47,7 @@ def for_run(ranks: int, chosen: str, asked: str | None, tell: Callable[[str], No
 
     Args:
         ranks: processes of the run.
-        chosen: its backend; NCCL wants one GPU a rank.
+        chosen: its backend; NCCL wants one GPU per rank.
         asked: the backend that the caller named. Where none was named, BEYOND_ONE_GPU_GPUS makes a machine without GPUs
             lease what it would want if it had them: a rehearsal.
         tell: where the sentences of the wait go.

@@ -1,4 +1,4 @@
-"""The heartbeat that each rank writes: how far it got, and by when it will be heard of again."""
+"""The heartbeat that each rank writes: how far it got, and by when its next beat is due."""
 
 from course_lib.observe.heartbeat.beats import Beat, read_beats
 from course_lib.observe.heartbeat.writer import Heartbeat

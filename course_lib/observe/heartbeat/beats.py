@@ -1,4 +1,4 @@
-"""One small file a rank, whole at every moment: how far it got, and by when it promised to be heard of again."""
+"""One small file per rank, never half written: how far it got, and by when its next beat is due."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from course_lib.files import write_atomically
 
 DONE = "done"
 NO_STEP = -1  # the rank is there and has begun no step yet
@@ -65,21 +67,14 @@ class Beat:
     @property
     def place(self) -> str:
         """``step 15, backward``"""
-        return (
-            self.phase
-            if self.step == NO_STEP
-            else f"step {self.step}, {self.phase}"
-            if self.phase
-            else f"step {self.step}"
-        )
+        if self.step == NO_STEP:
+            return self.phase
+        return f"step {self.step}, {self.phase}" if self.phase else f"step {self.step}"
 
 
 def write_beat(folder: str | os.PathLike[str], beat: Beat) -> None:
     """Replace the rank's file in one step: a reader sees the old beat or the new one. Raises OSError."""
-    part = os.path.join(folder, f".rank{beat.rank}.{beat.pid}.part")
-    with open(part, "w", encoding="utf-8") as file:
-        json.dump(asdict(beat), file)
-    os.replace(part, os.path.join(folder, f"rank{beat.rank}.json"))
+    write_atomically(os.path.join(folder, f"rank{beat.rank}.json"), json.dumps(asdict(beat)))
 
 
 def read_beats(folder: str | os.PathLike[str]) -> dict[int, Beat]:

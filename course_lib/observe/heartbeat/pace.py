@@ -1,4 +1,4 @@
-"""How far a loop got, how often it can be heard of, and what it therefore promises. Pure: the time is an argument."""
+"""Track how far a loop got and how long its next beat may take. Pure: the time is an argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's place at this moment, in 72 bytes of a file: there also after a SIGKILL, which no thread has time to report.
+"""Keep a rank's exact position in 72 bytes of a file, so that it is known even after a SIGKILL.
 
 The JSON beat is written once in a heartbeat; a rank that is killed between two would be reported a heartbeat behind
 where it was. A write of a few bytes into the page cache costs the loop 2 microseconds. (Not a memory map: on a full
@@ -27,9 +27,7 @@ class Position:
 
     def write(self, step: int, turn: int, total: int, phase: str) -> None:
         packed = _LAYOUT.pack(total, self._pid, step, turn, phase.encode()[:32], total)
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk: the thread that writes the beat has the same trouble, and says so
+        with contextlib.suppress(OSError):  # a full disk: the thread that writes the beat reports it
             os.pwrite(self._file, packed, 0)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A rank's heartbeat: the training loop says how far it got, a thread carries that to a file."""
+"""Write a rank's heartbeat: the training loop reports how far it got, a thread writes that to a file."""
 
 from __future__ import annotations
 

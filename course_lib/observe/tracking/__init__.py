@@ -1,4 +1,4 @@
-"""Every metric of every rank, to files that need no account; and back, all ranks together.
+"""Write every metric of every rank to files that need no account, and read them back, all ranks together.
 
 >>> with Tracker(folder, rank=rank, world_size=4) as tracker:       # in each rank
 ...     tracker.log(step, loss=loss, tokens_per_second=speed)
