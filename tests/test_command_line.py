@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -13,7 +12,8 @@ import pytest
 from course_tools.__main__ import COMMANDS, main
 from course_tools.command_line import ArgumentParser, reports_errors
 
-# What a terminal shows without delay. 0.4 s is the aim on an idle machine; the limit leaves room for a busy one.
+# What a terminal should show without delay. The aim is 0.4 s on an idle machine; they need 0.05 to 0.3 s of CPU time,
+# which, unlike the time on the clock, hardly depends on what else runs there.
 WITHOUT_TORCH = [
     ["--help"],
     ["memory", "--model", "llama-3.1-8b"],
@@ -27,25 +27,24 @@ WITHOUT_TORCH = [
     ["progress", "--help"],
     ["class", "--help"],
 ]
-SECONDS = 2.0
+CPU_SECONDS = 1.0
 
 
 @pytest.mark.parametrize("argv", WITHOUT_TORCH, ids=lambda argv: argv[0])
 def test_a_command_starts_fast_and_without_torch(argv: Sequence[str]) -> None:
     code = (
-        "import sys\nfrom course_tools.__main__ import main\n"
+        "import sys, time\nfrom course_tools.__main__ import main\n"
         f"try: main({argv!r})\nexcept SystemExit as end: assert not end.code\n"
-        "assert 'torch' not in sys.modules"
+        "assert 'torch' not in sys.modules\nprint(time.process_time())"
     )
     best = float("inf")
     for _ in range(3):
-        start = time.perf_counter()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        best = min(best, time.perf_counter() - start)
         assert done.returncode == 0, done.stderr
-        if best < SECONDS:
+        best = min(best, float(done.stdout.splitlines()[-1]))
+        if best < CPU_SECONDS:
             break
-    assert best < SECONDS, f"{best:.2f} s"
+    assert best < CPU_SECONDS, f"{best:.2f} s of CPU time"
 
 
 def test_the_first_word_must_be_a_command(capsys: pytest.CaptureFixture[str]) -> None:
