@@ -450,7 +450,8 @@ def right_plan(task):
     from course_tools.planning import plan
 
     best = plan(task.model, task.machines, **task.asked).best
-    return {name: getattr(best, name) for name in KEYS}
+    named = {"micro_batch": best.micro_batch_size, "checkpointing": best.activation_checkpointing}
+    return {name: named[name] if name in named else getattr(best, name) for name in KEYS}
 
 
 def plans_that(home=None, one=None, eight=None):
