@@ -28,3 +28,7 @@ def test_a_rank_that_calls_one_more_collective_is_not_a_pass():
 
 def test_a_partial_is_as_good_as_a_function():
     assert lab.batch_plan(functools.partial(planted.right_plan)).status == "passed"
+
+
+def test_zero_grad_may_come_first():
+    assert lab.accumulated_step(planted.zeroes_first).status == "passed"

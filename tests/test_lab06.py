@@ -5,8 +5,8 @@ import torch
 from planted import lab06 as planted
 from planted.contract import Contract
 
+from course_checks.harness import LiveTensors
 from course_checks.lab06 import hybrid, lab, mesh_choice, reader, traces, wrapping
-from course_checks.lab06.alive import Alive
 from course_lib.launch import launch
 from course_lib.memory import state_bytes
 
@@ -26,7 +26,7 @@ def test_a_rank_that_calls_one_more_collective_is_not_a_pass():
 
 
 def test_alive_sees_views_hidden_copies_and_emptied_storages():
-    with Alive() as alive:
+    with LiveTensors() as alive:
         hidden = [torch.zeros(1000)]
         assert alive.bytes() == 4000
         view = hidden.pop()[:10]
@@ -35,7 +35,7 @@ def test_alive_sees_views_hidden_copies_and_emptied_storages():
         assert alive.bytes() == 0
         torch.empty(10, device="meta")
         assert alive.bytes() == 0
-    with Alive(every=True) as alive:
+    with LiveTensors(every=True) as alive:
         torch.zeros(1000).sum()
     assert 4000 <= alive.highest < 4100
 

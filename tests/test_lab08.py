@@ -1,5 +1,6 @@
 """Lab 8's checks: planted wrong answers get their words, a right answer written another way passes, a stub is no try."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from planted import lab08 as planted
 from planted.contract import Contract
 
+from course_checks.harness import run_ranks
 from course_checks.lab08 import (
     bubble,
     grid,
@@ -19,7 +21,7 @@ from course_checks.lab08 import (
     schedule,
     vocabulary,
     vocabulary_on_ranks,
-)  # fmt: skip
+)
 from course_lib.launch import launch
 from course_lib.parallel.grid import Grid
 from course_lib.parallel.schedules import ideal_bubble, orders
@@ -79,7 +81,7 @@ def shared_launch(warm_ranks):
         found |= shares(function, [answer[0] for exercise, answer, _ in planted.WRONG if exercise == name])
 
     def launched(function, answer, **settings):
-        return found.get(id(answer)) or launch(function, answer, **settings)
+        return found.get(id(answer.function)) or run_ranks(function, answer, **settings)
 
     return launched
 
@@ -90,12 +92,12 @@ class TestChecks(Contract):
 
     @pytest.fixture(autouse=True)
     def one_launch_for_many(self, shared_launch, monkeypatch):
-        monkeypatch.setattr(mlp, "launch", shared_launch)
-        monkeypatch.setattr(vocabulary, "launch", shared_launch)
+        monkeypatch.setattr(mlp, "run_ranks", shared_launch)
+        monkeypatch.setattr(vocabulary, "run_ranks", shared_launch)
 
 
 def test_a_rank_that_hangs_gets_a_verdict_that_says_where(monkeypatch):
-    monkeypatch.setattr(mlp, "TIMEOUT", 2.0)
+    monkeypatch.setattr(mlp, "run_ranks", functools.partial(run_ranks, timeout=2.0))
     verdict = lab.parallel_mlp(planted.OneRankSkips)
     assert verdict.status == "not yet"
     assert "all_reduce" in verdict.message

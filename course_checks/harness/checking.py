@@ -9,7 +9,8 @@
         return "2 ranks; 5.6 MB a rank a step"
 
 A check says that something is wrong by raising NotYet, here or in a rank. Whatever the learner's code raises becomes a
-verdict that names the learner's line; what the course's own code raises is a bug of the course, and comes out as one.
+verdict that names the learner's line. A wrong signature, type or dtype becomes a sentence, and an endless loop is stopped
+(harness/guard.py). An assertion or a NameError of the course's own is a bug of the course, and comes out as one.
 """
 
 from __future__ import annotations
@@ -28,14 +29,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from course_checks.harness.comparing import NotAttempted, NotYet, close, ratio_hint, returned
+from course_checks.harness.comparing import NotYet, close, ratio_hint, returned
+from course_checks.harness.guard import Guarded, time_limit
 from course_lib.launch import RankFailed, RanksHung
 from course_lib.launch.failures import is_learners, place
+from course_lib.launch.threads import one_thread
 from course_lib.notebook import progress
 
 Status = Literal["passed", "not attempted", "not yet"]
 COLOURS: dict[str, str] = {"passed": "#2e7d32", "not attempted": "#757575", "not yet": "#b26a00"}
-__all__ = ["Exercise", "Lab", "NotAttempted", "NotYet", "Verdict", "close", "judge", "ratio_hint", "returned"]
+__all__ = ["Exercise", "Lab", "NotYet", "Verdict", "close", "judge", "ratio_hint", "returned"]
+LIMIT = 120.0  # seconds for one check, unless its exercise or its lab says more: an endless loop ends here
+# What using a wrong type, dtype or shape raises in a check's own lines, where no line of the learner's takes part.
+USE_FAILS = (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RuntimeError)
+_USE_FAILS_BY_NAME = {e.__name__ for e in USE_FAILS} | {"KeyError", "IndexError", "ZeroDivisionError", "OverflowError"}
 NOT_ITS_RESULT = "pass the function itself, not its result"
 
 
@@ -76,11 +83,20 @@ class Exercise:
     """One exercise of a lab: call it with the learner's function to get the verdict."""
 
     def __init__(
-        self, lab: Lab, check: Callable[..., str | None], title: str, importance: int, difficulty: int, minutes: int
+        self,
+        lab: Lab,
+        check: Callable[..., str | None],
+        title: str,
+        importance: int,
+        difficulty: int,
+        minutes: int,
+        keeps_inputs: bool = True,
+        limit: float | None = None,
     ):
         functools.update_wrapper(self, check)
         self.lab, self.check, self.name, self.title = lab, check, check.__name__, title
         self.importance, self.difficulty, self.minutes = importance, difficulty, minutes
+        self.keeps_inputs, self.limit = keeps_inputs, limit
 
     def __call__(self, *args: Any, **kwargs: Any) -> Verdict:
         """Run the check, show and record its verdict. Raises only KeyboardInterrupt and the course's own bugs."""
@@ -114,7 +130,8 @@ class Exercise:
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Status, str]:
         try:
-            evidence = self.check(*args, **kwargs)
+            with one_thread(), time_limit(self.limit or self.lab.limit):
+                evidence = self.check(*map(self._guarded, args), **{k: self._guarded(v) for k, v in kwargs.items()})
         except (Exception, SystemExit) as error:
             verdict = judge(error)
             if verdict is None:
@@ -123,11 +140,12 @@ class Exercise:
         assert evidence is None or isinstance(evidence, str), f"{self.name} returned {evidence!r}, not its evidence"
         return "passed", evidence or ""
 
+    def _guarded(self, value: Any) -> Any:
+        return Guarded(value, keeps_inputs=self.keeps_inputs) if callable(value) else value
+
 
 def judge(error: BaseException) -> tuple[Status, str] | None:
     """The verdict on what a check raised; None when the course is to blame, and the exception must go on."""
-    if isinstance(error, NotAttempted):
-        return "not attempted", ""
     if isinstance(error, NotYet):
         return "not yet", str(error)
     if isinstance(error, RanksHung):
@@ -140,8 +158,9 @@ def judge(error: BaseException) -> tuple[Status, str] | None:
     if _lacks_forward(message):
         return "not yet", message
     if not learners:
-        # launch says "… cannot travel" of an object that a process cannot send: the check's own are tested to travel.
-        return ("not yet", message) if isinstance(error, TypeError) and "cannot travel" in message else None
+        if isinstance(error, TypeError) and "cannot travel" in message:  # launch's own sentence
+            return "not yet", message
+        return ("not yet", _unusable(kind, message)) if isinstance(error, USE_FAILS) else None
     if isinstance(error, AssertionError) and _module(error).startswith(
         ("course_lib.", "course_checks.", "course_tools.")
     ):
@@ -153,15 +172,22 @@ def judge(error: BaseException) -> tuple[Status, str] | None:
 
 def _judge_rank(error: RankFailed) -> tuple[Status, str] | None:
     kind, message, where = error.cause_type, error.cause_message, error.where
-    if kind == "NotAttempted":
-        return "not attempted", ""
     if kind == "NotYet" or _lacks_forward(message):
         return "not yet", message
     if kind == "NotImplementedError" and (not message or "`" not in where or "NotImplementedError" in where):
         return "not attempted", ""
     if not where:  # a rank that died has no line to name, and no check of ours ends its rank
-        return ("not yet", message) if kind == "SystemExit" or kind.startswith("SIG") else None
+        if kind == "SystemExit" or kind.startswith("SIG"):
+            return "not yet", message
+        return ("not yet", _unusable(kind, message)) if kind in _USE_FAILS_BY_NAME else None
     return "not yet", f"your code raised {_brief(kind, message)} on rank {error.rank} at {where}"
+
+
+def _unusable(kind: str, message: str) -> str:
+    return (
+        f"the check cannot use what your function gave ({_brief(kind, message)}): its type, dtype, shape or one of its methods "
+        "is another than the stub's docstring asks for"
+    )
 
 
 def _module(error: BaseException) -> str:
@@ -190,7 +216,10 @@ _IDLE = {"RESUME", "NOP", "CACHE", "COPY_FREE_VARS", "LOAD_CONST", "POP_TOP", "R
 
 
 def _untouched(value: Any) -> bool:
-    """True for a function whose whole body is `...`, `pass` or a docstring: it can only return None or Ellipsis."""
+    """True for a function whose whole body is `...`, `pass` or a docstring, and for a class of nothing but such."""
+    if isinstance(value, type):
+        methods = [method for method in vars(value).values() if isinstance(method, types.FunctionType)]
+        return bool(methods) and all(map(_untouched, methods))
     if not isinstance(value, types.FunctionType):
         return False
     steps = list(dis.get_instructions(value))
@@ -203,18 +232,29 @@ def _untouched(value: Any) -> bool:
 class Lab:
     """The exercises of one lab in the order of their definition, and what this kernel has seen of them."""
 
-    def __init__(self, name: str, *, title: str):
+    def __init__(self, name: str, *, title: str, limit: float = LIMIT):
         numbered = re.fullmatch(r"(\d\d)_\w+", name)
         if not numbered:
             raise ValueError(f"a lab is named like its notebook, '04_ddp_accelerate', not {name!r}")
         self.name, self.title, self.number = name, title, int(numbered[1])
+        self.limit = limit
         self.exercises: dict[str, Exercise] = {}
         self.verdicts: dict[str, Verdict] = {}
 
     def exercise(
-        self, title: str, *, importance: int, difficulty: int, minutes: int
+        self,
+        title: str,
+        *,
+        importance: int,
+        difficulty: int,
+        minutes: int,
+        keeps_inputs: bool = True,
+        limit: float | None = None,
     ) -> Callable[[Callable[..., str | None]], Exercise]:
         """Make a function the check of the next exercise. `importance` and `difficulty` go from 1 to 5.
+
+        keeps_inputs: the learner's function must not change the lists, dicts and tensors that it is given.
+        limit: seconds after which the check is stopped; None takes the lab's.
 
         The function takes what the learner hands in, raises NotYet for a known mistake, and returns None or the
         evidence in a few words. A parameter takes a function unless it is annotated as something else.
@@ -226,7 +266,7 @@ class Lab:
             name = check.__name__
             if name in self.exercises or hasattr(type(self), name) or name in vars(self):
                 raise ValueError(f"lab {self.number} has something called {name!r} already: rename the exercise")
-            self.exercises[name] = Exercise(self, check, title, importance, difficulty, minutes)
+            self.exercises[name] = Exercise(self, check, title, importance, difficulty, minutes, keeps_inputs, limit)
             return self.exercises[name]
 
         return define

@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
+
+# fp32 sums over ranks, or in another order, differ by 1e-7 a sum, and are a few hundred sums deep. Adam's division makes
+# the most of it.
+RTOL, ATOL = 2e-4, 2e-6
 
 
 class NotYet(Exception):
     """A check's word for a known mistake, one sentence: "your gradients are world_size times too large: …"."""
 
 
-class NotAttempted(Exception):
-    """Raised by a check that meets an untouched stub."""
-
-
 def returned(value: Any, kind: type | tuple[type, ...], what: str) -> Any:
-    """`value` if it is of `kind`. Raises NotAttempted for None and Ellipsis, NotYet for any other type.
+    """`value` if it is of `kind`; numbers of NumPy and PyTorch count as Python's, arrays as lists.
 
-    Use it on what the learner's code gives back, before touching it: an exception from using a wrong type would come
-    from the check's own line, and so count as the course's bug.
+    Use it on what the learner's code gives back, before touching it. Raises NotYet for any other type, and for None:
+    a forgotten `return` is no untouched stub.
     """
     if value is None or value is ...:
-        raise NotAttempted
-    if not isinstance(value, kind):
-        names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise nothing(what)
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(value, kinds) or {list, tuple, set} & set(kinds):
+        value = plain(value)
+    if isinstance(value, list) and kinds == (tuple,):
+        value = tuple(value)
+    if not isinstance(value, kinds):
+        names = " or ".join(k.__name__ for k in kinds)
         raise NotYet(f"{what} should be of type {names}, and is {type(value).__name__}")
+    return value
+
+
+def nothing(what: str) -> NotYet:
+    """The sentence for a function that gave nothing back."""
+    return NotYet(f"your function returned None; {what} is missing: is there a `return` on every path?")
+
+
+def plain(value: Any) -> Any:
+    """A number of NumPy or PyTorch as Python's own, an array as a list; inside of lists and tuples, too."""
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "untyped_storage"):
+        return value.item() if value.dim() == 0 else value
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(plain(item) for item in value)
+    return value
+
+
+def number(value: Any, what: str) -> float:
+    """`value` as the learner's code gave it, if it is a finite number; NotYet otherwise."""
+    value = returned(value, (int, float, Fraction), what)
+    if not math.isfinite(value):
+        raise NotYet(f"{what} is {value}, and should be a finite number")
     return value
 
 
@@ -35,7 +66,7 @@ def close(
 
     Takes numbers, sequences, arrays, tensors of any shape and device, and dicts of them (a state_dict, gradients by
     name). The sentence names the largest difference and where it is, or is `ratio_hint`'s when `ratios` knows one.
-    None and Ellipsis are NotAttempted. Raises ValueError when `expected` itself does not hold numbers.
+    None is NotYet. Raises ValueError when `expected` itself does not hold numbers.
     """
     worst: tuple[float, str] = (0.0, "")
     for label, yours, wanted in _pairs(actual, expected, what):
@@ -44,6 +75,17 @@ def close(
             worst = excess, sentence
     if worst[1]:
         raise NotYet((ratio_hint(actual, expected, ratios) if ratios else None) or worst[1])
+
+
+def same(one: Any, other: Any) -> bool:
+    """True for tensors of equal shape, equal within RTOL and ATOL; for dicts of them, on every key of `other`."""
+    if isinstance(other, Mapping):
+        return all(same(one[key], other[key]) for key in other)
+    return bool(one.shape == other.shape and one.allclose(other, rtol=RTOL, atol=ATOL))
+
+
+def in_bytes(count: float) -> str:
+    return f"{count:,.0f} bytes"
 
 
 def ratio_hint(actual: Any, expected: Any, table: Mapping[float, str], *, rtol: float = 1e-3) -> str | None:
@@ -56,7 +98,7 @@ def ratio_hint(actual: Any, expected: Any, table: Mapping[float, str], *, rtol: 
 
     try:
         pairs = [(yours, wanted) for _, yours, wanted in _pairs(actual, expected, "")]
-    except (NotYet, NotAttempted):
+    except NotYet:
         return None
     if any(yours.shape != wanted.shape for yours, wanted in pairs):
         return None
@@ -73,7 +115,7 @@ def ratio_hint(actual: Any, expected: Any, table: Mapping[float, str], *, rtol: 
 def _pairs(actual: Any, expected: Any, what: str) -> list[tuple[str, Any, Any]]:
     """(label, yours, wanted) as float64 arrays: one triple, or one for each key of `expected`."""
     if actual is None or actual is ...:
-        raise NotAttempted
+        raise nothing(what)
     if not isinstance(expected, Mapping):
         return [(what, _yours(actual, what), _array(expected, what))]
     names = returned(actual, Mapping, what)

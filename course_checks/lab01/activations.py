@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from course_checks.harness.checking import NotYet
+from course_checks.harness import NotYet, named_mistake, number
 from course_checks.lab01 import measured
-from course_checks.lab01.common import NO_SLIP, Slips, factor, far, gib, lab, number, slip
+from course_checks.lab01.common import NO_SLIP, Slips, factor, far, gib, lab
 
 
 class Case(NamedTuple):
@@ -87,15 +87,18 @@ def kept(case: Case, slips: Slips) -> float:
 def block_activations(activations: Callable[..., Any]) -> str:
     """To the byte what saved-tensor hooks count on a real Llama, at three shapes, with flash and eager attention."""
     yours = [
-        number(activations(case.rows * case.length, case.length, *case.widths, attention=case.attention), "what a block keeps")
+        number(
+            activations(case.rows * case.length, case.length, *case.widths, attention=case.attention),
+            "what a block keeps",
+        )
         for case in CASES
-    ]  # fmt: skip
+    ]
     counted = [measured.block_activations(*case) for case in CASES]
     wrong = far(yours, counted)
     if not wrong:
         return f"six blocks to the byte; {CASES[0].rows} x {CASES[0].length} tokens keep {counted[0]:,} bytes with flash attention"
     case, mine, truth = CASES[wrong[0]], yours[wrong[0]], counted[wrong[0]]
     short = f"{case}: autograd kept {truth:,} bytes and you have {mine:,.0f}"
-    why = factor(yours, [kept(case, NO_SLIP) for case in CASES], UNITS) or slip(yours, kept, CASES, SENTENCES)
+    why = factor(yours, [kept(case, NO_SLIP) for case in CASES], UNITS) or named_mistake(yours, kept, CASES, SENTENCES)
     right = len(CASES) - len(wrong)
     raise NotYet(f"{short}: {why or f'{gib(abs(mine - truth))} apart, {right} of {len(CASES)} blocks right'}")

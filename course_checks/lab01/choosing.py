@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from course_checks.harness.checking import NotYet, returned
+from course_checks.harness import NotYet, returned
 from course_checks.lab01.common import gib, lab
 from course_lib.memory import Breakdown, Card, card, estimate
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from course_checks.harness.checking import NotYet
-from course_checks.lab01.common import Slips, lab, number, slip
+from course_checks.harness import NotYet, named_mistake, number
+from course_checks.lab01.common import Slips, lab
 from course_checks.lab01.published import PARAMETERS
 
 SENTENCES = {
@@ -57,7 +57,7 @@ def count_parameters(count: Callable[..., Any]) -> str:
         return f"{len(truth)} published models to the last parameter, Llama-3.1-8B with {truth[2]:,}"
     name, mine, wanted = next(row for row in zip(PARAMETERS, yours, truth, strict=True) if row[1] != row[2])
     short = f"{name} has {wanted:,} parameters and you count {mine:,}"
-    why = slip(yours, parameters, cases, SENTENCES, together=3)
+    why = named_mistake(yours, parameters, cases, SENTENCES, together=3)
     if why:
         raise NotYet(f"{short}: {why}")
     right = [name for name, mine, wanted in zip(PARAMETERS, yours, truth, strict=True) if mine == wanted]

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from course_checks.harness.checking import NotYet
+from course_checks.harness import NotYet, named_mistake, number
 from course_checks.lab01 import measured
-from course_checks.lab01.common import Slips, far, gib, lab, number, slip
+from course_checks.lab01.common import Slips, far, gib, lab
 
 
 class Case(NamedTuple):
@@ -66,5 +66,5 @@ def logit_peak(worst: Callable[..., Any]) -> str:
     case, mine, truth = CASES[wrong[0]], yours[wrong[0]], seen[wrong[0]]
     logits = case.tokens * case.vocab
     short = f"{case}: the allocator saw {gib(truth)}, {truth / logits:.1f} a logit, and you have {mine / logits:.3g}"
-    why = slip(yours, peak, CASES, SENTENCES, rtol=1e-3)
+    why = named_mistake(yours, peak, CASES, SENTENCES, rtol=1e-3)
     raise NotYet(f"{short}: {why}" if why else f"{short}. Which tensors of tokens x vocab are there at that moment?")

@@ -55,8 +55,14 @@ def step_peak(layers: int, widths: Widths, vocab: int, rows: int, length: int) -
     hidden, heads, kv_heads, head_dim, intermediate = widths
     assert head_dim == hidden // heads, "the course's tiny model has no head width of its own"
     model = tiny_llama(
-        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, intermediate=intermediate, vocab=vocab, max_length=length
-    )  # fmt: skip
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        intermediate=intermediate,
+        vocab=vocab,
+        max_length=length,
+    )
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids = torch.zeros(rows, length, dtype=torch.long)
 

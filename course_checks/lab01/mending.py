@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from course_checks.harness.checking import NotYet
+from course_checks.harness import NotYet, named_mistake, number
 from course_checks.lab01 import activations, counting, measured
-from course_checks.lab01.common import NO_SLIP, Slips, far, gib, lab, number, slip
+from course_checks.lab01.common import NO_SLIP, Slips, far, gib, lab
 
 TOLERANCE = 0.05
 
@@ -76,7 +76,7 @@ def mended_estimate(mended: Callable[..., Any]) -> str:
         f"{case.layers} layers, hidden {case.widths[0]}, vocabulary {case.vocab}, {case.rows * case.length} tokens: the allocator "
         f"saw {gib(truth)} and you have {gib(mine)}, {mine / truth:.0%}"
     )
-    why = slip(yours, peak, CASES, SENTENCES, rtol=0.01)
+    why = named_mistake(yours, peak, CASES, SENTENCES, rtol=0.01)
     raise NotYet(f"{short}: {why or _direction(mine < truth)}")
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any, NamedTuple
 
-from course_checks.harness.checking import NotYet, returned
-from course_checks.lab01.common import NO_SLIP, Slips, lab, number, slip
+from course_checks.harness import NotYet, named_mistake, number, returned
+from course_checks.lab01.common import NO_SLIP, Slips, lab
 
 
 class Case(NamedTuple):
@@ -85,7 +84,7 @@ def worst_moment(find: Callable[..., Any]) -> str:
     """The largest of the moments and its name, for nine steps of one to six layers."""
     answers = []
     for case in CASES:
-        answer = returned(find(*deepcopy(case)), (tuple, list), "the worst moment")
+        answer = returned(find(*case), (tuple, list), "the worst moment")
         if len(answer) != 2 or not isinstance(answer[1], str):
             raise NotYet(f"give two things, the peak in bytes and the name of its moment, not {answer!r}")
         answers.append((number(answer[0], "the peak"), " ".join(answer[1].lower().split())))
@@ -93,7 +92,9 @@ def worst_moment(find: Callable[..., Any]) -> str:
     for case, mine, wanted in zip(CASES, answers, truth, strict=True):
         if mine[0] != wanted[0]:
             short = f"{case}: the peak is {wanted[0]} at {wanted[1]!r}, and you have {mine[0]:g}"
-            why = slip([peak for peak, _ in answers], lambda case, slips: worst(case, slips)[0], CASES, SENTENCES)
+            why = named_mistake(
+                [peak for peak, _ in answers], lambda case, slips: worst(case, slips)[0], CASES, SENTENCES
+            )
             raise NotYet(f"{short}: {why or _nearest(case, mine[0])}")
     for case, mine, wanted in zip(CASES, answers, truth, strict=True):
         if mine != wanted:

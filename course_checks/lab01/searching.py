@@ -5,15 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from course_checks.harness.checking import NotYet, returned
+from course_checks.harness import NotYet, plain, returned
 from course_checks.lab01.common import lab
 from course_lib.memory import card, estimate
 
 NEVER = 400  # trials after which nobody waits any longer
 CASES = [  # (largest batch that fits, largest worth trying)
-    (0, 64), (1, 64), (13, 64), (2, 64), (3, 64), (5, 64), (8, 64), (63, 64), (64, 64), (500, 64),
-    (1, 1), (0, 1), (7, 100), (99, 100), (100, 100), (777, 1000), (3, 1_000_000), (40_000, 1_000_000),
-]  # fmt: skip
+    (0, 64),
+    (1, 64),
+    (13, 64),
+    (2, 64),
+    (3, 64),
+    (5, 64),
+    (8, 64),
+    (63, 64),
+    (64, 64),
+    (500, 64),
+    (1, 1),
+    (0, 1),
+    (7, 100),
+    (99, 100),
+    (100, 100),
+    (777, 1000),
+    (3, 1_000_000),
+    (40_000, 1_000_000),
+]
 
 
 class Machine:
@@ -24,6 +40,7 @@ class Machine:
         self.asked: list[int] = []
 
     def fits(self, batch: int) -> bool:
+        batch = plain(batch)
         if not isinstance(batch, int):
             raise NotYet(f"{self.story}: you try a batch of {batch!r}: a batch is a whole number of sequences")
         if batch < 1:
@@ -65,9 +82,12 @@ def largest_micro_batch(search: Callable[..., Any]) -> str:
         most = max(most, len(machine.asked))
     t4 = card("t4")
     machine = Machine(
-        lambda batch: estimate("smollm2-135m", precision="fp16-mixed", micro_batch_size=batch, seq_len=512, card=t4).fits(t4.memory),
-        4096, "SmolLM2-135M on a T4",
-    )  # fmt: skip
+        lambda batch: estimate(
+            "smollm2-135m", precision="fp16-mixed", micro_batch_size=batch, seq_len=512, card=t4
+        ).fits(t4.memory),
+        4096,
+        "SmolLM2-135M on a T4",
+    )
     real = returned(search(machine.fits, 4096), int, "the largest batch")
     if not (real >= 1 and machine.fitting(real) and not machine.fitting(real + 1)):
         raise NotYet(f"SmolLM2-135M, 512 tokens, on a T4: {real} is not the largest that `estimate` lets fit")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from course_checks.harness.checking import NotYet
-from course_checks.lab01.common import NO_SLIP, Slips, factor, far, lab, number, slip
+from course_checks.harness import NotYet, named_mistake, number
+from course_checks.lab01.common import NO_SLIP, Slips, factor, far, lab
 from course_checks.lab01.published import ZERO_TABLE_1, last_digit
 
 Case = tuple[int, int, int, tuple[int, int, int]]  # parameters, ranks, stage, bytes a parameter
@@ -76,7 +76,10 @@ def state_bytes(state: Callable[..., Any]) -> str:
         units = factor(yours, truth, UNITS)
         if units:
             raise NotYet(f"{story} take {right:,.0f} bytes a rank, and you answer {mine:,.0f}: {units}")
-        why = slip(yours, share, cases, SENTENCES, rtol=1e-6) or "which of the three parts does this stage divide?"
+        why = (
+            named_mistake(yours, share, cases, SENTENCES, rtol=1e-6)
+            or "which of the three parts does this stage divide?"
+        )
         raise NotYet(f"{story} take {right / 1e9:.3f} GB a rank, and you have {mine / 1e9:.3f}: {why}")
     for (billions, ranks), row in ZERO_TABLE_1.items():
         for stage, printed in enumerate(row, 1):

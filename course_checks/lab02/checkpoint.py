@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from course_checks.harness.checking import NotYet, close
-from course_checks.lab02.common import NewTensors, backward, guarded, lab, tensor_like
+from course_checks.harness import LiveTensors, NotYet, close
+from course_checks.lab02.common import backward, lab, tensor_like
 
 ROWS, WIDTH, SLACK = 512, 64, 32_000  # a random state is 5,056 bytes, and there are two blocks
 
@@ -34,7 +34,6 @@ def plain(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @lab.exercise("An activation checkpoint", importance=5, difficulty=4, minutes=30)
-@guarded
 def checkpointed(checkpoint: Callable[..., Any]) -> str:
     """Same output, gradients and random stream as without it; between forward and backward only the inputs stay."""
     evidence = ""
@@ -55,16 +54,20 @@ def _run(checkpoint: Callable[..., Any], device: str, dropout: float, needs_grad
     x = torch.randn(ROWS, WIDTH, device=device, requires_grad=needs_gradient)
     weights = torch.linspace(-1, 1, ROWS * WIDTH, device=device).view(ROWS, WIDTH)
     torch.manual_seed(1)
-    with NewTensors() as made:
+    with LiveTensors() as made:
         hidden = tensor_like(checkpoint(blocks[0], x), x.detach(), "what checkpointed(block, x) returns")
         y = tensor_like(checkpoint(blocks[1], hidden), x.detach(), "what checkpointed(block, x) returns")
-    alive = made.alive(besides=[x, hidden, y], collect=checkpoint is not plain)
+    held = made.alive(besides=[x, hidden, y], collect=checkpoint is not plain)
+    alive = sum(new.bytes for new in held)
     told: dict[str, Any] = {"y": y.detach().clone(), "after forward": _next_numbers(device)}
     runs = [block.runs for block in blocks]
     backward((y * weights).sum(), _cut_off(needs_gradient))
     told["after backward"] = _next_numbers(device)
-    told |= {"alive": sum(new.bytes for new in alive), "runs": (runs, [block.runs for block in blocks]),
-             "recomputed": all(block.runs == run + 1 for block, run in zip(blocks, runs, strict=True))}  # fmt: skip
+    told |= {
+        "alive": alive,
+        "runs": (runs, [block.runs for block in blocks]),
+        "recomputed": all(block.runs == run + 1 for block, run in zip(blocks, runs, strict=True)),
+    }
     told["gradients"] = {
         f"block {i} {name}": copy.deepcopy(p.grad)
         for i, block in enumerate(blocks)

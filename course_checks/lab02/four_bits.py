@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from course_checks.harness.checking import NotYet
-from course_checks.lab02.common import guarded, kept, lab, stored_bytes, tensor_like
+from course_checks.harness import NotYet
+from course_checks.lab02.common import kept, lab, stored_bytes, tensor_like
 from course_checks.lab02.nf4_reference import BLOCK, GROUP, NF4, there_and_back
 
 BITS = 4 + 8 / BLOCK + 32 / (BLOCK * GROUP)  # 4.127 bits a weight
@@ -18,7 +18,6 @@ ABSMAX_EXCESS, ERROR_EXCESS = 2.0, 1.01
 
 
 @lab.exercise("NF4 with double quantization", importance=4, difficulty=4, minutes=35)
-@guarded
 def nf4(quantize: Callable[..., Any], dequantize: Callable[..., Any]) -> str:
     """4.127 bits a weight, counted from what is stored; NF4's levels; an error like that of bitsandbytes."""
     generator = torch.Generator().manual_seed(11)

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from course_checks.harness.checking import NotAttempted, NotYet, close, ratio_hint
-from course_checks.lab02.common import NewTensors, backward, guarded, lab, tensor_like
+from course_checks.harness import LiveTensors, NotYet, close, ratio_hint, returned
+from course_checks.lab02.common import backward, lab, tensor_like
 
 # (in, out, rank, alpha, bias)
 CASES = ((192, 256, 4, 24.0, True), (256, 128, 8, 8.0 * math.pi, False))
 
 
 @lab.exercise("A LoRA layer", importance=5, difficulty=2, minutes=20)
-@guarded
 def lora_linear(make_layer: Callable[..., Any]) -> str:
     """Starts as the base, trains rank x (in + out) numbers and no more, never makes a matrix of the base's size."""
     evidence = ""
@@ -26,10 +25,7 @@ def lora_linear(make_layer: Callable[..., Any]) -> str:
         num_in, num_out, rank, alpha, bias = case
         base = nn.Linear(num_in, num_out, bias=bias)
         layer = make_layer(base, rank, alpha)
-        if layer is None or layer is ...:
-            raise NotAttempted
-        if not isinstance(layer, nn.Module):
-            raise NotYet(f"LoRALinear(base, rank, alpha) should be an nn.Module, and is of type {type(layer).__name__}")
+        returned(layer, nn.Module, "LoRALinear(base, rank, alpha)")
         down, up = _factors(layer, base, rank)
         _starts_as_base(layer, base, down, up)
         evidence = _right_update(layer, base, down, up, rank, alpha)
@@ -86,7 +82,7 @@ def _right_update(
         up.normal_(std=0.1)
     x, weights = torch.randn(2, 5, base.in_features), torch.randn(2, 5, base.out_features)
     mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    with NewTensors() as made:
+    with LiveTensors() as made:
         y = layer(mine)
     a, b, w = (t.detach().clone().requires_grad_() for t in (down, up, base.weight))
     update = (theirs @ a.T @ b.T) * (alpha / rank)
@@ -112,7 +108,7 @@ def _right_update(
             f"right, and your forward makes a matrix of shape {large.shape}, as large as the frozen weight: B A is never "
             "needed. Go through the small side: first x to the rank, then up"
         )
-    with NewTensors() as made:
+    with LiveTensors() as made:
         backward((y * weights).sum(), "layer(x) requires no gradient: A and B can not learn")
     ((frozen + update) * weights).sum().backward()
     for name, yours, wanted in (("A", down.grad, a.grad), ("B", up.grad, b.grad), ("x", mine.grad, theirs.grad)):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import permutations
 from typing import Any
 
-from course_checks.harness.checking import NotYet, returned
+from course_checks.harness import NotYet, returned
 from course_checks.lab03 import hangs
 from course_checks.lab03.common import lab
 

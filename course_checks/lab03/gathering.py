@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from course_checks.harness.checking import NotYet, close
+from course_checks.harness import NotYet, close, fresh_seed, in_bytes, named_seed
 from course_checks.lab03 import on_ranks
-from course_checks.lab03.common import in_bytes, lab, named, only_messages, run, sent
+from course_checks.lab03.common import lab, named, only_messages, run, sent
 
 ITEM = 4  # bytes of a float32
 SHARDS = {
@@ -23,14 +23,16 @@ SHARDS = {
 @lab.exercise("All-gather with uneven shards", importance=4, difficulty=3, minutes=20)
 def all_gather(all_gather: Callable[..., Any]) -> str:
     """Every rank ends with every shard, and no byte of padding crosses the wire."""
-    for ranks, sizes in SHARDS.items():
-        told = run(on_ranks.all_gather, all_gather, sizes, ranks=ranks)
-        for case, shards in enumerate(sizes):
-            outcomes = [by_rank[case] for by_rank in told]
-            only_messages(outcomes, "it")
-            for rank, outcome in enumerate(outcomes):
-                _right_shards(outcome, rank, shards)
-            _right_traffic(outcomes, shards)
+    seed = fresh_seed()
+    with named_seed(seed):
+        for ranks, sizes in SHARDS.items():
+            told = run(on_ranks.all_gather, all_gather, sizes, seed, ranks=ranks)
+            for case, shards in enumerate(sizes):
+                outcomes = [by_rank[case] for by_rank in told]
+                only_messages(outcomes, "it")
+                for rank, outcome in enumerate(outcomes):
+                    _right_shards(outcome, rank, shards)
+                _right_traffic(outcomes, shards)
     shards = SHARDS[4][1]
     return (
         f"every shard on 1, 2, 3 and 4 ranks, an empty one too; shards of {', '.join(map(str, shards))} elements took "
@@ -74,6 +76,11 @@ def _right_traffic(outcomes: list[dict[str, Any]], shards: list[int]) -> None:
         raise NotYet(
             f"with shards of {sizes} elements {in_bytes(total)} cross the wire, and {in_bytes(wanted)} are enough: each "
             "shard has to reach each other rank once"
+        )
+    if total < wanted:
+        raise NotYet(
+            f"with shards of {sizes} elements {in_bytes(total)} cross the wire, and it takes {in_bytes(wanted)}: the shards "
+            "must travel as messages of the thread that calls your function"
         )
     if len(messages) > ranks * (ranks - 1):
         raise NotYet(

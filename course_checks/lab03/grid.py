@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from course_checks.harness.checking import NotYet
+from course_checks.harness import NotYet
 from course_checks.lab03.common import lab, run
 
 GRIDS = {6: [(2, 3), (3, 2)], 4: [(2, 2), (4, 1), (1, 4)], 1: [(1, 1)]}  # ranks -> (dp, tp)

@@ -15,8 +15,11 @@ RANKS = 3
 CULPRITS = {"order": 2, "branch": 0, "left": 1, "shapes": 1}
 _PROGRAMS = {"order": "another_order", "branch": "own_branch", "left": "left_early", "shapes": "other_shape"}
 _SHOWS = {  # what the culprit's line begins with when the ranks had the time to get into their hang
-    "order": "waits in broadcast", "branch": "is in", "left": "has returned", "shapes": "waits in recv",
-}  # fmt: skip
+    "order": "waits in broadcast",
+    "branch": "is in",
+    "left": "has returned",
+    "shapes": "waits in recv",
+}
 _PATIENCE = (0.7, 2.0, 5.0)  # seconds until a hang is one; more on a machine too busy to get there
 _NAME = "train.py"
 

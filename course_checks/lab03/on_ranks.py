@@ -1,6 +1,7 @@
 """What lab 3's checks run on each rank: the learner's collective on a few tensors, with a record of its messages.
 
-Values are small whole numbers, so that a sum is exact in whatever order it is made. In each case one rank comes late:
+Values are quarters of whole numbers, so that a sum in fp32 is exact in whatever order it is made, and a sum in half
+precision or in whole numbers is not. In each case one rank comes late:
 who does not wait for a handle then reads what has not arrived, or overwrites what has not left.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from course_checks.harness.comparing import NotYet
+from course_checks.harness import NotYet
 from course_checks.lab03.wire import messages_sent
 from course_lib.launch.failures import own_line, place
 from course_lib.launch.rank import PEER_LOST
@@ -23,45 +24,47 @@ LATE = 0.03  # seconds
 UNTOUCHED = -7777.0  # what an output holds before the learner's code has written to it
 
 
-def values(case: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What ``rank`` starts from: whole numbers from 1 to 999, others for each rank and case."""
-    generator = torch.Generator().manual_seed(1000 * case + rank)
-    return torch.randint(1, 1000, shape, generator=generator).to(dtype)
+def values(seed: int, case: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What ``rank`` starts from: quarters below 750,000, others for each run, rank and case."""
+    generator = torch.Generator().manual_seed(1_000_003 * case + 1009 * rank + seed)
+    return torch.randint(1, 3_000_000, shape, generator=generator).to(dtype) / 4
 
 
-def all_reduce(function: Callable[..., Any], shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> list[dict[str, Any]]:
+def all_reduce(
+    function: Callable[..., Any], shapes: list[tuple[tuple[int, ...], torch.dtype]], seed: int
+) -> list[dict[str, Any]]:
     told, (rank, ranks) = [], (dist.get_rank(), dist.get_world_size())
     for case, (shape, dtype) in enumerate(shapes):
-        tensor = values(case, rank, shape, dtype)
+        tensor = values(seed, case, rank, shape, dtype)
         before = tensor.clone()
         uneven = tensor.numel() % ranks
         label = f"{tensor.numel()} elements on {ranks} ranks, so that the chunks differ in size" if uneven else ""
         outcome = _watched(case, function, (tensor,), tensor, label)
-        expected = sum(values(case, r, shape, dtype) for r in range(ranks))
+        expected = sum(values(seed, case, r, shape, dtype) for r in range(ranks))
         told.append(outcome | {"before": before, "expected": expected})
     return told
 
 
 def reduce_scatter(
-    function: Callable[..., Any], shapes: list[tuple[tuple[int, ...], torch.dtype]]
+    function: Callable[..., Any], shapes: list[tuple[tuple[int, ...], torch.dtype]], seed: int
 ) -> list[dict[str, Any]]:
     told, (rank, ranks) = [], (dist.get_rank(), dist.get_world_size())
     for case, (shape, dtype) in enumerate(shapes):
-        inputs = list(values(case, rank, (ranks, *shape), dtype).unbind())
+        inputs = list(values(seed, case, rank, (ranks, *shape), dtype).unbind())
         before = [piece.clone() for piece in inputs]
         output = torch.full(shape, UNTOUCHED, dtype=dtype)
         outcome = _watched(case, function, (output, inputs), output)
-        expected = list(sum(values(case, r, (ranks, *shape), dtype) for r in range(ranks)).unbind())
+        expected = list(sum(values(seed, case, r, (ranks, *shape), dtype) for r in range(ranks)).unbind())
         changed = any(not torch.equal(now, then) for now, then in zip(inputs, before, strict=True))
         told.append(outcome | {"before": before, "expected": expected, "changed": changed})
     return told
 
 
-def all_gather(function: Callable[..., Any], sizes: list[list[int]]) -> list[dict[str, Any]]:
+def all_gather(function: Callable[..., Any], sizes: list[list[int]], seed: int) -> list[dict[str, Any]]:
     """``sizes``: for each case the elements of each rank's shard."""
     told, rank = [], dist.get_rank()
     for case, shards in enumerate(sizes):
-        expected = [values(case, r, (size,)) for r, size in enumerate(shards)]
+        expected = [values(seed, case, r, (size,)) for r, size in enumerate(shards)]
         outputs = [torch.full((size,), UNTOUCHED) for size in shards]
         theirs = list(outputs)  # the learner's list; what it must fill are the tensors in ours
         mine = expected[rank].clone()
@@ -71,13 +74,13 @@ def all_gather(function: Callable[..., Any], sizes: list[list[int]]) -> list[dic
     return told
 
 
-def broadcast(function: Callable[..., Any], roots: list[int], elements: int) -> list[dict[str, Any]]:
+def broadcast(function: Callable[..., Any], roots: list[int], elements: int, seed: int) -> list[dict[str, Any]]:
     told, rank = [], dist.get_rank()
     for case, root in enumerate(roots):
-        tensor = values(case, rank, (elements,))
+        tensor = values(seed, case, rank, (elements,))
         before = tensor.clone()
         outcome = _watched(case, function, (tensor, root), tensor)
-        told.append(outcome | {"before": before, "expected": values(case, root, (elements,))})
+        told.append(outcome | {"before": before, "expected": values(seed, case, root, (elements,))})
     return told
 
 

@@ -8,31 +8,36 @@ from typing import Any
 
 import torch
 
-from course_checks.harness.checking import NotYet, close
+from course_checks.harness import NotYet, close, fresh_seed, in_bytes, named_seed
 from course_checks.lab03 import on_ranks
-from course_checks.lab03.common import in_bytes, lab, named, only_messages, run, scaled, sent
+from course_checks.lab03.common import lab, named, only_messages, run, scaled, sent
 
 ITEM = 4  # bytes of a float32
 EVEN = 2400  # divides by 2, 3 and 4
 SHAPES = [
-    ((EVEN,), torch.float32), ((EVEN + 1,), torch.float32), ((5, 7), torch.float64), ((2,), torch.float32),
-]  # fmt: skip
+    ((EVEN,), torch.float32),
+    ((EVEN + 1,), torch.float32),
+    ((5, 7), torch.float64),
+    ((2,), torch.float32),
+]
 
 
 @lab.exercise("Your own ring all-reduce", importance=5, difficulty=4, minutes=35)
 def ring_all_reduce(all_reduce: Callable[..., Any]) -> str:
     """The sum on every rank, by messages to the neighbours, one chunk each, 2(n-1) of them."""
     evidence = ""
-    for ranks in (4, 3, 2, 1):
-        told = run(on_ranks.all_reduce, all_reduce, SHAPES, ranks=ranks)
-        for case, (shape, _) in enumerate(SHAPES):
-            outcomes = [by_rank[case] for by_rank in told]
-            elements = math.prod(shape)
-            only_messages(outcomes, "it")
-            _right_sum(outcomes, elements, ranks)
-            if elements >= EVEN and ranks > 1:
-                seen = _is_a_ring(outcomes, elements, ranks)
-                evidence = evidence or seen
+    seed = fresh_seed()
+    with named_seed(seed):
+        for ranks in (4, 3, 2, 1):
+            told = run(on_ranks.all_reduce, all_reduce, SHAPES, seed, ranks=ranks)
+            for case, (shape, _) in enumerate(SHAPES):
+                outcomes = [by_rank[case] for by_rank in told]
+                elements = math.prod(shape)
+                only_messages(outcomes, "it")
+                _right_sum(outcomes, elements, ranks)
+                if elements >= EVEN and ranks > 1:
+                    seen = _is_a_ring(outcomes, elements, ranks)
+                    evidence = evidence or seen
     return f"the exact sum on 1, 2, 3 and 4 ranks, whatever divides; {evidence}"
 
 
@@ -93,6 +98,12 @@ def _is_a_ring(outcomes: list[dict[str, Any]], elements: int, ranks: int) -> str
             raise NotYet(
                 f"rank {rank} of {ranks} sends {in_bytes(total)}, and 2(n-1)/n of the tensor are "
                 f"{in_bytes(2 * (ranks - 1) * chunk)}: n-1 steps to add, n-1 to pass on, no more"
+            )
+        if total < 2 * (ranks - 1) * (elements // ranks) * ITEM:
+            raise NotYet(
+                f"rank {rank} of {ranks} sends {in_bytes(total)}, and a ring's 2(n-1) chunks are at least "
+                f"{in_bytes(2 * (ranks - 1) * (elements // ranks) * ITEM)}: they must travel as messages of the thread that "
+                "calls your function"
             )
         if len(messages) > 2 * (ranks - 1):
             raise NotYet(

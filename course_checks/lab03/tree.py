@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from course_checks.harness.checking import NotYet
+from course_checks.harness import NotYet, fresh_seed, in_bytes, named_seed
 from course_checks.lab03 import on_ranks
-from course_checks.lab03.common import in_bytes, lab, named, only_messages, run, sent
+from course_checks.lab03.common import lab, named, only_messages, run, sent
 
 ELEMENTS, ITEM = 1000, 4
 
@@ -17,13 +17,15 @@ ELEMENTS, ITEM = 1000, 4
 @lab.exercise("A broadcast tree", importance=3, difficulty=3, minutes=20)
 def broadcast_tree(broadcast: Callable[..., Any]) -> str:
     """Any root, 1 to 5 ranks: n-1 messages of the tensor in ceil(log2 n) rounds."""
-    for ranks in (4, 5, 3, 2, 1):
-        told = run(on_ranks.broadcast, broadcast, list(range(ranks)), ELEMENTS, ranks=ranks)
-        for root in range(ranks):
-            outcomes = [by_rank[root] for by_rank in told]
-            only_messages(outcomes, "it")
-            _right_values(outcomes, root)
-            _right_tree(outcomes, root)
+    seed = fresh_seed()
+    with named_seed(seed):
+        for ranks in (4, 5, 3, 2, 1):
+            told = run(on_ranks.broadcast, broadcast, list(range(ranks)), ELEMENTS, seed, ranks=ranks)
+            for root in range(ranks):
+                outcomes = [by_rank[root] for by_rank in told]
+                only_messages(outcomes, "it")
+                _right_values(outcomes, root)
+                _right_tree(outcomes, root)
     return "the root's tensor on 1 to 5 ranks from any root; 5 ranks took 3 rounds and 4 messages"
 
 
@@ -34,8 +36,11 @@ def _right_values(outcomes: list[dict[str, Any]], root: int) -> None:
         return
     if wrong == [root]:
         raise NotYet(f"root {root} of {ranks} ranks loses its own tensor: who has it only sends")
-    if any(torch.equal(outcomes[rank]["value"], outcomes[rank]["expected"]) for rank in wrong
-           if outcomes[rank]["value"] is not None):  # fmt: skip
+    if any(
+        torch.equal(outcomes[rank]["value"], outcomes[rank]["expected"])
+        for rank in wrong
+        if outcomes[rank]["value"] is not None
+    ):
         raise NotYet(
             "the function returns the root's tensor, and the argument stays as it was: broadcast works in place"
         )
@@ -63,6 +68,11 @@ def _right_tree(outcomes: list[dict[str, Any]], root: int) -> None:
         raise NotYet(
             f"{where} {sum(sends)} messages and {in_bytes(num_bytes)} are sent where {ranks - 1} and {in_bytes(wanted)} are "
             "enough: each rank gets the tensor once"
+        )
+    if num_bytes < wanted:
+        raise NotYet(
+            f"{where} {in_bytes(num_bytes)} are sent, and it takes {in_bytes(wanted)}: the tensor must travel as messages of "
+            "the thread that calls your function"
         )
     took = _rounds([outcome["messages"] for outcome in outcomes], root)
     if took > levels:

@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from course_checks.harness.checking import NotAttempted, NotYet, close, ratio_hint, returned
+from course_checks.harness import ATOL, RTOL, NotYet, close, nothing, ratio_hint, returned, run_ranks
 from course_checks.lab04 import on_ranks
-from course_checks.lab04.common import ATOL, RTOL, lab
-from course_lib.launch import launch
+from course_checks.lab04.common import lab
 
 
 @lab.exercise("A sampler for uneven shards", importance=4, difficulty=2, minutes=15)
@@ -22,7 +21,7 @@ def sampler(make_sampler: Callable[..., Any]) -> str:
             for rank in range(ranks):
                 one = make_sampler(num_samples, rank, ranks, seed=3)
                 if one is None or one is ...:
-                    raise NotAttempted
+                    raise nothing("the sampler")
                 one.set_epoch(epoch)
                 shards.append([int(i) for i in one])
                 if len(one) != len(shards[-1]):
@@ -67,12 +66,10 @@ def _right_shards(shards: list[list[int]], num_samples: int, ranks: int) -> None
 def loss_weight(weight: Callable[..., Any]) -> str:
     """DDP's average over ranks of the weighted losses is the mean over all rows, also where shards are unequal."""
     for rows_by_rank in ([4, 4], [5, 3], [3, 3, 2], [4, 1, 1, 1]):
-        run = launch(
-            on_ranks.uneven, weight, rows_by_rank, ranks=len(rows_by_rank), timeout=8, backend="gloo", quiet=True
-        )
+        run = run_ranks(on_ranks.uneven, weight, rows_by_rank, ranks=len(rows_by_rank), timeout=8)
         for rank, told in enumerate(run.results):
             if told["weight"] is None:
-                raise NotAttempted
+                raise nothing("the weight")
             ranks, total = len(rows_by_rank), sum(rows_by_rank)
             table = {
                 1 / ranks: "your gradients are world_size times too small: DDP divides by world_size once more, so "

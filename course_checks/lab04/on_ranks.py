@@ -124,7 +124,10 @@ def own_ddp(make_ddp: Callable[..., Any], bucket_bytes: int, straggle: float) ->
 
 
 def accumulate(step_of_learner: Callable[..., Any], sizes: list[int]) -> dict[str, Any]:
-    """One step over micro-batches of the given sizes under DDP, and the twin's one step over the whole batch."""
+    """Two steps over micro-batches of the given sizes under DDP, and the twin's first over the whole batch.
+
+    The second step shows whether gradients were left over, wherever the learner's code zeroes them.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = Trap()
@@ -135,17 +138,27 @@ def accumulate(step_of_learner: Callable[..., Any], sizes: list[int]) -> dict[st
     wrapped = DistributedDataParallel(model)
     optimizer, kept = torch.optim.SGD(model.parameters(), lr=LR), []
     optimizer.register_step_pre_hook(lambda *_: kept.append(gradients(model)))
+    passes: list[int] = []  # rows of each forward pass, 0 for a backward pass
+    model.register_forward_pre_hook(lambda _, given: passes.append(len(given[0])))
+    model.layers[0].weight.register_post_accumulate_grad_hook(lambda _: passes.append(0))
     dist.barrier()
     loss = step_of_learner(wrapped, optimizer, list(mine.split(sizes)), next_token_loss)
     dist.barrier()
+    first, steps = list(passes), len(kept)
+    after = copy.deepcopy(model)
+    if steps == 1:
+        step_of_learner(wrapped, optimizer, list(mine.split(sizes)), next_token_loss)
     expected_loss = next_token_loss(twin, mine).item()
     next_token_loss(twin, rows).backward()
+    after.zero_grad()
+    next_token_loss(after, rows).backward()
     return {
         "loss": loss,
         "expected_loss": expected_loss,
-        "kept": kept,
+        "kept": kept[:steps],
         "expected": gradients(twin),
-        "left": any(p.grad is not None and bool(p.grad.any()) for p in model.parameters()),
+        "passes": first,
+        "second": (kept[1] if len(kept) > 1 else {}, gradients(after)),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in trainable(model).values()),
     }
 
@@ -196,8 +209,9 @@ def repaired(train: Callable[..., Any], steps: int, micro_batch: int, lr: float)
         "same rows": dict(same_rows=True, average_parameters=False),
         "parameters": dict(same_rows=False, average_parameters=True),
     }
-    outcomes = {name: _simulate(start, samples, targets, world_size, steps, micro_batch, lr, **k)
-                for name, k in kinds.items()}  # fmt: skip
+    outcomes = {
+        name: _simulate(start, samples, targets, world_size, steps, micro_batch, lr, **k) for name, k in kinds.items()
+    }
     inner = getattr(model, "module", model)
     return {
         "model": "given",
@@ -208,9 +222,17 @@ def repaired(train: Callable[..., Any], steps: int, micro_batch: int, lr: float)
 
 
 def _simulate(
-    start: nn.Module, samples: torch.Tensor, targets: torch.Tensor, world_size: int, steps: int, micro_batch: int,
-    lr: float, *, same_rows: bool, average_parameters: bool,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+    start: nn.Module,
+    samples: torch.Tensor,
+    targets: torch.Tensor,
+    world_size: int,
+    steps: int,
+    micro_batch: int,
+    lr: float,
+    *,
+    same_rows: bool,
+    average_parameters: bool,
+) -> dict[str, torch.Tensor]:
     """Data parallelism played by one process: one model and optimizer a rank, averaged by hand."""
     models = [copy.deepcopy(start) for _ in range(world_size)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=lr) for model in models]

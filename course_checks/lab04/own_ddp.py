@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from course_checks.harness.checking import NotYet, close, ratio_hint
-from course_checks.harness.phases import phases
+from course_checks.harness import ATOL, RTOL, NotYet, close, phases, ratio_hint, run_ranks, same
 from course_checks.lab04 import on_ranks
-from course_checks.lab04.common import ATOL, RTOL, differ, lab
-from course_lib.launch import Run, launch
+from course_checks.lab04.common import lab
+from course_lib.launch import Run
 
 
 @lab.exercise("Your own DistributedDataParallel", importance=5, difficulty=4, minutes=35)
@@ -19,7 +18,7 @@ def own_ddp(make_ddp: Callable[..., Any]) -> str:
     evidence = ""
     for ranks in (1, 2, 3, 4):
         slow = straggle if ranks == 2 else 0.0
-        run = launch(on_ranks.own_ddp, make_ddp, bucket_bytes, slow, ranks=ranks, timeout=8, backend="gloo", quiet=True)
+        run = run_ranks(on_ranks.own_ddp, make_ddp, bucket_bytes, slow, ranks=ranks, timeout=8)
         for rank, told in enumerate(run.results):
             _same_start(told, rank, ranks)
         for rank, told in enumerate(run.results):
@@ -32,7 +31,7 @@ def own_ddp(make_ddp: Callable[..., Any]) -> str:
 
 
 def _same_start(told: dict[str, Any], rank: int, ranks: int) -> None:
-    if differ(told["start"], told["expected_start"]):
+    if not same(told["start"], told["expected_start"]):
         raise NotYet(
             f"rank {rank} of {ranks} starts from other weights than rank 0: broadcast rank 0's parameters and buffers "
             "when you wrap the model"
@@ -45,7 +44,7 @@ def _right_numbers(told: dict[str, Any], rank: int, ranks: int) -> None:
         missing = [name for name in expected if name not in got]
         if missing:
             raise NotYet(f"after finish() {missing[0]} has no .grad on rank {rank}: put the averaged values back")
-        if ranks > 1 and not differ(got, step["local"]) and differ(expected, step["local"]):
+        if ranks > 1 and same(got, step["local"]) and not same(expected, step["local"]):
             raise NotYet(
                 f"after finish() rank {rank} of {ranks} still holds its own gradients: nothing was averaged, or the "
                 "average never reached .grad"
@@ -60,7 +59,7 @@ def _right_numbers(told: dict[str, Any], rank: int, ranks: int) -> None:
         )
         if hint:
             raise NotYet(hint)
-        if number > 1 and differ(got, expected):
+        if number > 1 and not same(got, expected):
             raise NotYet(
                 f"step 1 is right and step {number} is not (rank {rank} of {ranks}): finish() must leave every bucket "
                 "empty for the next backward"

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from course_checks.harness.checking import NotAttempted, NotYet, close
-from course_checks.harness.phases import phases
+from course_checks.harness import NotYet, close, nothing, phases, run_ranks, same
 from course_checks.lab04 import on_ranks
-from course_checks.lab04.common import differ, lab
-from course_lib.launch import Run, launch
+from course_checks.lab04.common import lab
+from course_lib.launch import Run
 
 
 @lab.exercise("Three planted bugs", importance=5, difficulty=3, minutes=25)
@@ -18,16 +17,14 @@ def repaired(train: Callable[..., Any]) -> str:
     steps, micro_batch, lr = 6, 4, 1e-2
     evidence = ""
     for ranks in (2, 3):
-        run = launch(
-            on_ranks.repaired, train, steps, micro_batch, lr, ranks=ranks, timeout=8, backend="gloo", quiet=True
-        )
+        run = run_ranks(on_ranks.repaired, train, steps, micro_batch, lr, ranks=ranks, timeout=8)
         told = run.results
         if told[0]["model"] != "given":
             if told[0]["model"] in (None, ...):
-                raise NotAttempted
+                raise nothing("this rank's model")
             raise NotYet(f"train() must return this rank's model, and returned {told[0]['model']}")
         ends = [t["end"] for t in told]
-        if any(differ(end, ends[0]) for end in ends[1:]):
+        if any(not same(end, ends[0]) for end in ends[1:]):
             raise NotYet(_why_ranksdiffer(run))
         outcomes = told[0]["outcomes"]
         sentences = {
@@ -36,7 +33,7 @@ def repaired(train: Callable[..., Any]) -> str:
             "Adam that is another algorithm",
         }
         for name, sentence in sentences.items():
-            if not differ(ends[0], outcomes[name]) and differ(outcomes[name], outcomes["right"]):
+            if same(ends[0], outcomes[name]) and not same(outcomes[name], outcomes["right"]):
                 raise NotYet(f"still planted: {sentence}")
         close(ends[0], outcomes["right"], rtol=1e-3, atol=1e-5, what="after training,")
         evidence = _right_training_traffic(run, steps)
@@ -59,4 +56,9 @@ def _right_training_traffic(run: Run, steps: int) -> str:
     expected = run.results[0]["gradient_bytes"]
     if per_step > 1.5 * expected:
         raise NotYet(f"{per_step:,.0f} bytes are averaged a step for {expected:,} bytes of gradients: once is enough")
+    if per_step < 0.95 * expected:
+        raise NotYet(
+            f"the weights are right, and {per_step:,.0f} bytes are averaged a step for {expected:,} bytes of gradients: does "
+            "every rank compute the whole global batch, or one for all? Each trains on its own rows, and gradients are averaged"
+        )
     return f"{per_step:,.0f} bytes averaged a step"

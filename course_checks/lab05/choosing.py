@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
-from course_checks.harness.checking import NotYet, returned
+from course_checks.harness import NotYet, named_mistake, returned
 from course_checks.lab01.common import NO_SLIP, Slips, gib
 from course_checks.lab05.common import lab
 from course_checks.lab05.machines import MACHINES, MORE, SETTINGS, Machine, Setting, gpu_bytes, host_bytes
@@ -71,7 +70,8 @@ def choose_stage(choose: Callable[..., Any]) -> str:
     wrong = [i for i, (mine, right) in enumerate(zip(answers, wanted, strict=True)) if mine != right]
     if wrong:
         i = wrong[0]
-        raise NotYet(f"{asked[i]}: {_what(asked[i], answers[i], wanted[i])}{_why(asked, answers)}")
+        why = named_mistake(answers, best, asked, SENTENCES)
+        raise NotYet(f"{asked[i]}: {_what(asked[i], answers[i], wanted[i])}{f': {why}' if why else ''}")
     seen = []
     for machine, setting in zip(MACHINES, wanted, strict=False):
         assert setting is not None, "something fits each machine that the notebook shows"
@@ -106,15 +106,6 @@ def _what(machine: Machine, mine: Setting | None, right: Setting | None) -> str:
     if abs(costs - least) < 1e-9:
         return f"{_named(mine)} and {_named(right)} take the same time on the links: then the lower stage"
     return f"{_named(mine)} fits, and takes {costs:.2f} s on the links a step; {_named(right)} fits, too, and takes {least:.2f} s"
-
-
-def _why(asked: list[Machine], answers: list[Setting | None]) -> str:
-    """The sentence of the mistake, or of the two together, that gives exactly these answers; else nothing."""
-    for size in (1, 2):
-        for made in itertools.combinations(SENTENCES, size):
-            if [best(machine, frozenset(made)) for machine in asked] == answers:
-                return ": " + "; and ".join(SENTENCES[name] for name in made)
-    return ""
 
 
 def _named(setting: Setting) -> str:

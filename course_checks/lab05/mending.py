@@ -7,10 +7,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from course_checks.harness.checking import NotYet, close, returned
+from course_checks.harness import NotYet, close, in_bytes, returned, run_ranks
 from course_checks.lab05 import on_ranks
-from course_checks.lab05.common import in_bytes, lab
-from course_lib.launch import launch
+from course_checks.lab05.common import lab
 from course_lib.training.sharded.zero_config import batch_sizes, check_config
 
 Config = dict[str, Any]
@@ -43,7 +42,7 @@ def mended_config(mend: Callable[..., Any]) -> str:
     except (TypeError, ValueError) as error:
         raise NotYet(f"that cannot be written as JSON: {error}") from error
     _as_asked(json.loads(text))
-    told = launch(on_ranks.train_by_config, config, ranks=RANKS, timeout=TIMEOUT, backend="gloo", threads=1, quiet=True)
+    told = run_ranks(on_ranks.train_by_config, config, ranks=RANKS, timeout=TIMEOUT)
     first = told.results[0]
     assert (first["wrapper"], first["stage"]) == ("DeepSpeedEngine", 2), "check_config has let something else pass"
     close(first["losses"], first["expected"], rtol=1e-4, what="the losses of two steps by your configuration")
@@ -84,8 +83,10 @@ def _as_asked(config: Config) -> None:
             if stage == 3
             else "gradients stay whole"
         )
-        raise NotYet(f"stage {stage} is not what was asked for: {why if stage in (1, 3) else 'nothing is shared out'}; the recipe "
-                     "shares out states and gradients")  # fmt: skip
+        raise NotYet(
+            f"stage {stage} is not what was asked for: {why if stage in (1, 3) else 'nothing is shared out'}; the recipe "
+            "shares out states and gradients"
+        )
     if (zero.get("offload_optimizer") or {}).get("device") != "cpu":
         raise NotYet(
             "the optimizer's states are no longer on the host: offload_optimizer was right, offload_param was the slip"

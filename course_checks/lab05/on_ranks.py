@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from course_checks.harness import bytes_behind_views, live_bytes, settled_bytes
 from course_checks.lab05.common import SLACK, slots
-from course_checks.lab05.live import bytes_behind_views, live_bytes, settled_bytes
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
 from course_lib.observe.deepspeed_memory import ZeroProbe

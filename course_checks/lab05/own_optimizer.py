@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from course_checks.harness.checking import NotYet, close
-from course_checks.harness.phases import phases
+from course_checks.harness import ATOL, RTOL, NotYet, close, in_bytes, phases, run_ranks, same
 from course_checks.lab05 import on_ranks
-from course_checks.lab05.common import ATOL, RTOL, SLACK, in_bytes, lab, run, same, slots
+from course_checks.lab05.common import SLACK, lab, slots
 from course_lib.launch import Run
 
 WORDS = {
@@ -26,7 +25,7 @@ def sharded_optimizer(make_optimizer: Callable[..., Any]) -> str:
     """AdamW's numbers, a slice of its states on each rank, and one all_gather of the slices a step."""
     evidence: dict[int, str] = {}
     for ranks in (2, 4, 3, 1):
-        told = run(on_ranks.sharded_optimizer, make_optimizer, ranks=ranks)
+        told = run_ranks(on_ranks.sharded_optimizer, make_optimizer, ranks=ranks)
         for rank, each in enumerate(told.results):
             _right_numbers(each, rank, ranks)
         _right_traffic(told, ranks)
@@ -58,8 +57,14 @@ def _right_numbers(told: dict[str, Any], rank: int, ranks: int) -> None:
 
 
 def _why(
-    got: torch.Tensor, expected: torch.Tensor, before: torch.Tensor, mistakes: dict[str, Any], step: int, rank: int, ranks: int
-) -> str:  # fmt: skip
+    got: torch.Tensor,
+    expected: torch.Tensor,
+    before: torch.Tensor,
+    mistakes: dict[str, Any],
+    step: int,
+    rank: int,
+    ranks: int,
+) -> str:
     size, total = slots(len(got), ranks), len(got)
     mine = slice(rank * size, (rank + 1) * size)
     if torch.equal(got, before):
@@ -126,6 +131,13 @@ def _right_traffic(told: Run, ranks: int) -> None:
             raise NotYet(
                 f"rank {rank} of {ranks} {_too_much(mean, piece, total, told.results[0]['frozen_bytes'], ranks)}"
             )
+
+    sent = sum(c.bytes for rank in range(ranks) for phase in phases(told, rank)[2:] for c in phase) / on_ranks.STEPS
+    if sent < 0.95 * total:
+        raise NotYet(
+            f"the ranks send {in_bytes(sent)} a step, and there are {in_bytes(total)} of updated weights: each rank must have "
+            "got the other slices from somebody, so did each update all of them?"
+        )
 
 
 def _too_much(mean: float, piece: int, total: int, frozen: int, ranks: int) -> str:

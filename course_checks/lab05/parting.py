@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from course_checks.harness.checking import NotYet, returned
+from course_checks.harness import NotYet, returned
 from course_checks.lab05.common import lab, slots
 
 Part = tuple[int, int, int]  # tensor, first element of it, the one after the last
@@ -27,8 +27,12 @@ class Case(NamedTuple):
         )
 
 
-LLAMA = [(256, 128), *[(128, 128), (64, 128), (64, 128), (128, 128), (352, 128), (352, 128), (128, 352), (128,), (128,)] * 4,
-         (128,), (256, 128)]  # fmt: skip
+LLAMA = [
+    (256, 128),
+    *[(128, 128), (64, 128), (64, 128), (128, 128), (352, 128), (352, 128), (128, 352), (128,), (128,)] * 4,
+    (128,),
+    (256, 128),
+]
 CASES = [
     Case([(3, 4), (5,), (), (7,)], 4),  # 25 elements: slots of 7, the last rank has 4
     Case([(4, 4), (2, 4)], 2),

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from course_checks.harness.checking import NotYet, close, returned
+from course_checks.harness import ATOL, RTOL, NotYet, close, in_bytes, returned, run_ranks
 from course_checks.lab05 import on_ranks
-from course_checks.lab05.common import ATOL, RTOL, in_bytes, lab, run, slots
+from course_checks.lab05.common import lab, slots
 from course_checks.lab05.on_ranks import SHARDED
 
 Shard = dict[str, Any]
@@ -165,7 +165,7 @@ def _refuses(reshard: Callable[..., Any]) -> None:
 
 def _resumes(reshard: Callable[..., Any]) -> str:
     """Train on 4 ranks, save, re-shard the files, go on on 3; against 4 ranks that were never interrupted."""
-    saved_by = run(on_ranks.train_on_shards, None, 0, STEPS, CUT, ranks=SAVED_AT).results
+    saved_by = run_ranks(on_ranks.train_on_shards, None, 0, STEPS, CUT, ranks=SAVED_AT).results
     whole = saved_by[0]["weights"]
     with tempfile.TemporaryDirectory() as folder:
         for told in saved_by:
@@ -183,7 +183,7 @@ def _resumes(reshard: Callable[..., Any]) -> str:
             f"saved, the shard of rank 0 is a file of {in_bytes(sizes[0])} where its tensors have {in_bytes(12 * size)}: they are "
             "views, and torch.save writes the whole tensor behind a view: .clone() each slice"
         )
-    again = run(on_ranks.train_on_shards, new, CUT, STEPS, ranks=RESUMED_AT).results
+    again = run_ranks(on_ranks.train_on_shards, new, CUT, STEPS, ranks=RESUMED_AT).results
     for rank, told in enumerate(again):
         close(
             told["weights"],

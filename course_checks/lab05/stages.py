@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from course_checks.harness.checking import NotYet
-from course_checks.lab01.common import NO_SLIP, Slips, far, number, slip
-from course_checks.lab05.common import in_bytes, lab
+from course_checks.harness import NotYet, in_bytes, named_mistake, number
+from course_checks.lab01.common import NO_SLIP, Slips, far
+from course_checks.lab05.common import lab
 
 
 class Case(NamedTuple):
@@ -93,7 +93,7 @@ def bytes_per_rank(bytes_per_rank: Callable[..., Any]) -> str:
             f"{case.weights} + {case.gradients} + {case.states} bytes: you have {_shown(yours[wrong[0]])} and a rank holds "
             f"{in_bytes(truth[wrong[0]])}"
         )
-        why = slip(yours, bytes_of, CASES, SENTENCES)
+        why = named_mistake(yours, bytes_of, CASES, SENTENCES)
         raise NotYet(f"{short}{f': {why}' if why else '. Count weights, gradients and states apart'}")
     for stage in (4, -1):
         try:
@@ -111,9 +111,14 @@ def bytes_per_rank(bytes_per_rank: Callable[..., Any]) -> str:
 
 def _asked(function: Callable[..., Any], case: Case) -> Any:
     return function(
-        case.parameters, case.trainable, case.ranks, case.stage,
-        weights=case.weights, gradients=case.gradients, states=case.states,
-    )  # fmt: skip
+        case.parameters,
+        case.trainable,
+        case.ranks,
+        case.stage,
+        weights=case.weights,
+        gradients=case.gradients,
+        states=case.states,
+    )
 
 
 def _shown(value: float) -> str:

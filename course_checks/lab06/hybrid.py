@@ -6,10 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from course_checks.harness.checking import NotYet, close, returned
-from course_checks.lab06.common import TIMEOUT, lab
-from course_checks.lab06.mistakes import named_mistake
-from course_lib.launch import launch
+from course_checks.harness import NotYet, close, named_mistake, returned, run_ranks
+from course_checks.lab06.common import lab
 
 GRIDS = ((2, 3), (3, 2), (2, 2), (1, 4), (4, 1), (4, 8))  # replicate x shard
 
@@ -65,7 +63,9 @@ def hybrid(groups: Callable[..., Any], traffic: Callable[..., Any]) -> str:
             try:
                 close(value, true_traffic(case)[at], rtol=1e-9, atol=0.5, what=f"{_shown(case)}: bytes {name}")
             except NotYet as difference:
-                mistake = named_mistake(mine, TRAFFIC, lambda c, m, at=at: _mistaken(c, m)[at], words)
+                mistake = named_mistake(
+                    mine, lambda c, m, at=at: _mistaken(c, m)[at], TRAFFIC, words, join="; and it ", rtol=1e-6
+                )
                 raise NotYet(f"{name} your traffic {mistake}" if mistake else str(difference)) from None
     seen = _on_four_ranks()
     for case, measured in seen:
@@ -152,7 +152,7 @@ def _mistaken(case: Traffic, mistakes: tuple[str, ...]) -> tuple[float, float]:
 def _on_four_ranks() -> list[tuple[Traffic, dict[str, Any]]]:
     """What fully_shard really sent on four ranks: bytes by ring's formula from each collective that rank 0 issued."""
     cases = [(2, 2, True), (2, 2, False), (1, 4, True)]
-    run = launch(_fully_sharded, cases, ranks=4, timeout=TIMEOUT, backend="gloo", threads=1, quiet=True)
+    run = run_ranks(_fully_sharded, cases, ranks=4)
     told, at, log = [], 0, [c for c in run.collectives if c.rank == 0]
     steps: list[list[Any]] = [[]]
     for collective in log:

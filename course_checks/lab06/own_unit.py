@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from course_checks.harness.checking import NotYet, close, ratio_hint
-from course_checks.harness.phases import phases
+from course_checks.harness import ATOL, RTOL, NotYet, close, phases, ratio_hint, run_ranks, same
 from course_checks.lab06 import unit_on_ranks
-from course_checks.lab06.common import ATOL, RTOL, TIMEOUT, differ, lab
+from course_checks.lab06.common import lab
 from course_checks.lab06.unit_on_ranks import FROZEN, gradient_bytes
-from course_lib.launch import Run, launch
+from course_lib.launch import Run
 
 
 @lab.exercise("Your own FSDP unit", importance=5, difficulty=5, minutes=45)
@@ -18,9 +17,7 @@ def own_unit(make_unit: Callable[..., Any]) -> str:
     """Parity with the whole chain; 1/N at rest, one unit at a time in full; two all-gathers, one reduce-scatter each."""
     evidence = ""
     for ranks in (2, 3, 1, 4):
-        run = launch(
-            unit_on_ranks.own_unit, make_unit, ranks=ranks, timeout=TIMEOUT, backend="gloo", threads=1, quiet=True
-        )
+        run = run_ranks(unit_on_ranks.own_unit, make_unit, ranks=ranks)
         for rank, told in enumerate(run.results):
             if ranks > 1:
                 _sharded_at_rest(told, rank, ranks)
@@ -56,7 +53,7 @@ def _sharded_at_rest(told: dict[str, Any], rank: int, ranks: int) -> None:
 
 def _same_start(told: dict[str, Any], rank: int, ranks: int) -> None:
     for number, (mine, expected) in enumerate(told["start"]):
-        if differ(mine, expected):
+        if not same(mine, expected):
             raise NotYet(
                 f"rank {rank} of {ranks}: the shard of unit {number} is not its slice of rank 0's flattened parameters. "
                 "The ranks start from different seeds: broadcast rank 0's before you cut; rank r keeps elements "
@@ -101,7 +98,7 @@ def _right_numbers(told: dict[str, Any], rank: int, ranks: int) -> None:
 
 
 def _agree(got: dict[int, Any], expected: dict[int, Any]) -> bool:
-    return not any(differ(got[number], expected[number]) for number in expected)
+    return not any(not same(got[number], expected[number]) for number in expected)
 
 
 def _right_traffic(run: Run, rank: int, told: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ EXPOSURES = (
             _collective(4, 5),
             _compute("optimizer", 4, 5),
         ),
-    ),  # fmt: skip
+    ),
     Exposure(
         "a collective of 2 s, with a copy on its own thread (gloo's thread copies as a part of the collective)",
         2.0,

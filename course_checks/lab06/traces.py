@@ -6,10 +6,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from course_checks.harness.checking import NotYet, close, returned
-from course_checks.lab06.common import TIMEOUT, lab
+from course_checks.harness import NotYet, close, returned, run_ranks
+from course_checks.lab06.common import lab
 from course_checks.lab06.trace_cases import EXPOSURES, UNIT, WAITING, Waiting
-from course_lib.launch import launch
 from course_lib.observe.trace import Span
 
 COMPUTE = ("forward", "backward", "optimizer")
@@ -107,7 +106,7 @@ def _recorded() -> dict[bool, list[list[Span]]]:
     """Spans of each rank in one forward pass of fully_shard, without and with prefetch; rank 1 is late before unit 2."""
     told: dict[bool, list[list[Span]]] = {}
     for _ in range(2):  # on a very busy machine a rank may be late for reasons of its own; look once more
-        run = launch(_forward, ranks=3, timeout=TIMEOUT, backend="gloo", threads=1, quiet=True)
+        run = run_ranks(_forward, ranks=3)
         told = {prefetch: [result[prefetch] for result in run.results] for prefetch in (False, True)}
         if (
             true_waiting(told[False]) == (f"{UNIT}{LATE_BEFORE}", LATE_RANK)

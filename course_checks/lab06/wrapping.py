@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from course_checks.harness.checking import NotYet, close, returned
-from course_checks.lab06.common import TIMEOUT, lab
-from course_checks.lab06.mistakes import named_mistake
-from course_lib.launch import launch
+from course_checks.harness import NotYet, close, named_mistake, returned, run_ranks
+from course_checks.lab06.common import lab
 from course_lib.memory.states import fsdp_peak_parameters
 
 
@@ -77,7 +75,7 @@ def wrapping(peak_elements: Callable[..., Any], plan_units: Callable[..., Any]) 
         try:
             close(mine, true_peak(case), rtol=1e-9, atol=0.5, what=what)
         except NotYet as difference:
-            mistake = named_mistake(yours, PEAKS, _mistaken, MISTAKES)
+            mistake = named_mistake(yours, _mistaken, PEAKS, MISTAKES, join="; and it ", rtol=1e-6)
             raise NotYet(f"your peak {mistake}" if mistake else str(difference)) from None
     for plan in PLANS:
         _right_plan(plan_units, plan)
@@ -177,9 +175,7 @@ def _right_plan(plan_units: Callable[..., Any], plan: Plan) -> None:
 @functools.cache
 def _on_two_ranks(units: tuple[int, ...], root: int) -> tuple[int, int]:
     """Elements of rank 0 of a real fully_shard model: in its shards, and the most that were in full at a time."""
-    return launch(_fully_sharded, units, root, ranks=2, timeout=TIMEOUT, backend="gloo", threads=1, quiet=True).results[
-        0
-    ]
+    return run_ranks(_fully_sharded, units, root, ranks=2).results[0]
 
 
 def _fully_sharded(units: tuple[int, ...], root: int) -> tuple[int, int]:

@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from course_checks.harness.checking import NotYet
-from course_checks.harness.comparing import NotAttempted
+from course_checks.harness import NotYet, plain, run_ranks
 from course_checks.lab07.common import TIMEOUT, lab
 from course_checks.lab07.killing import KILLED, Deed, in_a_child, noting_what_is_synced, used_bytes
-from course_lib.launch import launch
 
 OLDER, NEWER, LATER = 9, 10, 100  # as text "9" comes after "10" and "100"
 ELEMENTS = 6000  # of each of three tensors: more than one buffer full
@@ -27,7 +25,7 @@ def survives(save: Callable[..., Any], load: Callable[..., Any]) -> str:
     """A child is killed before each thing that it does to a file; then without power; then the disk is full."""
     with tempfile.TemporaryDirectory(prefix="lab07-") as nowhere:  # a stub is known here, without a launch
         _nothing_there(load, Path(nowhere, "runs"))
-    run = launch(_survives, save, load, ranks=1, timeout=TIMEOUT, backend="gloo", threads=1, quiet=True)
+    run = run_ranks(_survives, save, load, ranks=1, timeout=TIMEOUT)
     told = run.results[0]
     return (
         f"{told['kills']} children killed, each before another thing that it did to a file, and {told['failures']} power "
@@ -75,7 +73,7 @@ def _plain(save: Callable[..., Any], load: Callable[..., Any], root: Path) -> in
         save(str(folder), step, made(step))
         one = one or used_bytes(folder)
         if not one:
-            raise NotAttempted
+            raise NotYet(f"save() of step {step} wrote no file into its folder")
         found = _loaded(
             load, folder, f"after saves of steps {OLDER}, {NEWER} and {LATER} one after another (now: {step})"
         )
@@ -143,7 +141,7 @@ def _spread(events: int) -> list[int]:
 def _done(deed: Deed) -> None:
     """The child came to its end without an error."""
     if deed.code == 2:
-        raise NotAttempted
+        raise NotImplementedError
     if deed.code:
         raise NotYet(f"your save() raised {deed.said[:300] or f'nothing, and ended with exit code {deed.code}'}")
 
@@ -160,7 +158,8 @@ def _loaded(load: Callable[..., Any], folder: Path, moment: str, *, power: bool 
         ) from error
     if value is None:
         return None
-    if value is ... or not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], int):
+    value = plain(value)
+    if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], int):
         raise NotYet(f"load() should return (step, state), or None where there is no checkpoint, not {str(value)[:80]}")
     step, state = value
     if not _same(state, made(step)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from course_checks.harness.checking import Lab
+from course_checks.harness import Lab
 
 lab = Lab("07_axolotl", title="Axolotl, tracking, resuming")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from course_checks.harness.checking import NotYet, returned
+from course_checks.harness import NotYet, plain, returned
 from course_checks.lab07.broken_runs import BROKEN
 from course_checks.lab07.common import lab
 
@@ -95,7 +95,7 @@ def _both(config: Mapping[str, Any], changes: Mapping[str, Any]) -> str | None:
 
 
 def _wide(config: Mapping[str, Any], changes: Mapping[str, Any]) -> str | None:
-    micro, accumulate = config.get("micro_batch_size", 1), config.get(RIGHT, 1)
+    micro, accumulate = plain(config.get("micro_batch_size", 1)), plain(config.get(RIGHT, 1))
     if (
         isinstance(micro, bool)
         or isinstance(accumulate, bool)

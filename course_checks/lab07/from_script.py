@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from course_checks.harness.checking import NotYet
+from course_checks.harness import NotYet
 from course_checks.lab07 import runs, scattered_script
 from course_checks.lab07.common import lab
 
@@ -24,18 +24,35 @@ class Setting(NamedTuple):
 
 
 SETTINGS = (
-    Setting("learning_rate", 2e-3, None, "LR in the environment is 2e-3, by the wiki page; 1e-3 stands in the code for those who forget it"),
+    Setting(
+        "learning_rate",
+        2e-3,
+        None,
+        "LR in the environment is 2e-3, by the wiki page; 1e-3 stands in the code for those who forget it",
+    ),
     Setting("max_steps", scattered_script.STEPS, None, "the constant STEPS at the top; the schedule ends there too"),
-    Setting("sequence_len", 64, 512, "--max-len, an argument that nobody sets, cuts long texts into pieces of 64 tokens"),
+    Setting(
+        "sequence_len", 64, 512, "--max-len, an argument that nobody sets, cuts long texts into pieces of 64 tokens"
+    ),
     Setting("lr_scheduler", "linear", "cosine", "warm_up_then_straight_down goes down in a straight line"),
     Setting("warmup_steps", 2, 0, "warm_up_then_straight_down has its own constant, warmup = 2"),
     Setting("weight_decay", 0.1, 0.0, "the wiki page passes --weight-decay 0.1; the 0.0 in the parser is never used"),
     Setting("adam_beta2", 0.95, 0.999, "the optimizer is built with betas=(0.9, 0.95), inside main()"),
     Setting("max_grad_norm", 0.5, 1.0, "--clip, an argument that nobody sets, is 0.5"),
     Setting("bf16", False, "auto", "the script computes in fp32 everywhere; with auto a newer GPU computes in bf16"),
-    Setting("curriculum_sampling", True, False, "the script takes the rows in the order of the file, and Axolotl shuffles them each epoch"),
-    Setting("shuffle_merged_datasets", False, True, "the script takes the rows in the order of the file, and Axolotl shuffles a dataset when it loads it"),
-)  # fmt: skip
+    Setting(
+        "curriculum_sampling",
+        True,
+        False,
+        "the script takes the rows in the order of the file, and Axolotl shuffles them each epoch",
+    ),
+    Setting(
+        "shuffle_merged_datasets",
+        False,
+        True,
+        "the script takes the rows in the order of the file, and Axolotl shuffles a dataset when it loads it",
+    ),
+)
 
 
 @lab.exercise("From a script to a YAML", importance=5, difficulty=3, minutes=35)

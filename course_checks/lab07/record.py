@@ -208,8 +208,18 @@ def witnesses() -> dict[str, Any]:
     warm_axolotl()
 
     lessons = FOLDER.parents[1] / "lessons"
-    kept = ("wrapper", "world_size", "zero_stage", "param_class", "placements", "local_elements", "total_elements",
-            "trainable_elements", "optimizer_elements", "rank")  # fmt: skip
+    kept = (
+        "wrapper",
+        "world_size",
+        "zero_stage",
+        "param_class",
+        "placements",
+        "local_elements",
+        "total_elements",
+        "trainable_elements",
+        "optimizer_elements",
+        "rank",
+    )
     runs = {}
     with tempfile.TemporaryDirectory() as folder:
         os.symlink(lessons / "07_axolotl", f"{folder}/07_axolotl")

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from course_checks.harness.checking import NotYet, returned
+from course_checks.harness import NotYet, returned
 from course_checks.lab07.common import lab
 from course_lib.launch.threads import one_thread
 
@@ -103,9 +103,15 @@ def _train(
             position += 1
             if step == save_at:
                 saved = copy.deepcopy(
-                    {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
-                     "rng": torch.get_rng_state(), "position": position, "step": step}
-                )  # fmt: skip
+                    {
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "scheduler": scheduler.state_dict(),
+                        "rng": torch.get_rng_state(),
+                        "position": position,
+                        "step": step,
+                    }
+                )
     return tuple(records), saved
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from course_checks.harness.checking import NotYet
-from course_checks.harness.comparing import NotAttempted
+from course_checks.harness import NotYet, returned
 from course_checks.lab07.beats import DONE, SAVING, WAITING, WORKING, Beat, Trace, made_up, recorded
 from course_checks.lab07.common import lab
 
@@ -48,9 +47,8 @@ def _watch(hung: Callable[..., Any], trace: Trace) -> int:
 
 
 def _ranks(value: Any) -> set[int]:
-    if value is None or value is ...:
-        raise NotAttempted
-    if not isinstance(value, (list, set, tuple, frozenset)) or any(not isinstance(rank, int) for rank in value):
+    value = returned(value, (list, set, tuple, frozenset), "the ranks that hang")
+    if any(not isinstance(rank, int) for rank in value):
         raise NotYet(
             f"hung() should return the ranks that hang, like [2], or [] while all is well, not {str(value)[:60]}"
         )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from fractions import Fraction
-from itertools import combinations
-from math import isclose
 from typing import Any, NamedTuple
 
-from course_checks.harness.checking import NotYet, close, returned
+from course_checks.harness import NotYet, close, named_mistake, returned
 from course_checks.lab08.common import lab
 from course_lib.parallel.schedules import orders
 from course_lib.parallel.simulate import simulate
@@ -102,14 +100,14 @@ def bubble(share: Callable[..., Any], fewest_micro_batches: Callable[..., Any]) 
         try:
             close(float(mine), float(true_bubble(case)), rtol=1e-6, atol=1e-9, what=f"{case}: the bubble")
         except NotYet as difference:
-            mistake = _named(yours, PIPELINES, mistaken_bubble, BUBBLES)
+            mistake = named_mistake(yours, mistaken_bubble, PIPELINES, BUBBLES, join="; and it ", rtol=1e-6)
             raise NotYet(f"your bubble {mistake}" if mistake else str(difference)) from None
     for case in (PIPELINES[0], PIPELINES[5], PIPELINES[7]):
         close(float(share(*case)), simulated(case), rtol=1e-6, what=f"{case}: the bubble that the orders leave")
     counts = [returned(fewest_micro_batches(*case), int, f"the micro-batches for {case}") for case in BOUNDS]
     for case, mine in zip(BOUNDS, counts, strict=True):
         if mine != (wanted := true_fewest(case)):
-            mistake = _named(counts, BOUNDS, mistaken_fewest, FEWEST)
+            mistake = named_mistake(counts, mistaken_fewest, BOUNDS, FEWEST, join="; and it ", rtol=1e-6)
             raise NotYet(
                 f"{case}: {wanted} micro-batches are the fewest, and you give {mine}"
                 + (f". Your number {mistake}" if mistake else _verdict(case, mine))
@@ -128,16 +126,6 @@ def simulated(case: Pipeline) -> float:
     line = simulate(orders(schedule, *case), forward=1.0, backward=2.0)
     busy = sum(event.end - event.start for event in line.events)
     return 1 - busy / (case.stages * line.seconds)
-
-
-def _named(
-    yours: Sequence[Any], cases: Sequence[Any], mistaken: Callable[..., float], words: Mapping[str, str]
-) -> str | None:
-    """The words of the one or two mistakes that give just these numbers on every case."""
-    for mistakes in [*((name,) for name in words), *combinations(words, 2)]:
-        if all(isclose(mine, mistaken(case, mistakes), rel_tol=1e-6) for mine, case in zip(yours, cases, strict=True)):
-            return "; and it ".join(words[name] for name in mistakes)
-    return None
 
 
 def _verdict(case: Bound, mine: int) -> str:

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from itertools import permutations
 from typing import Any, NamedTuple
 
-from course_checks.harness.checking import NotYet, returned
-from course_checks.lab08.common import RANKS, TIMEOUT, lab
-from course_lib.launch import launch
+from course_checks.harness import NotYet, returned, run_ranks
+from course_checks.lab08.common import RANKS, lab
 from course_lib.parallel.grid import Grid
 
 AXES = ("pp", "dp", "tp")  # slowest first
@@ -153,9 +152,11 @@ def _right_groups(value: Any, axis: str, shape: Shape) -> None:
         for other in AXES
         if other != axis
     }
-    known[f"hold the ranks that have {axis} in common; what is meant are those that differ in {axis} and in nothing else"] = sorted(
+    known[
+        f"hold the ranks that have {axis} in common; what is meant are those that differ in {axis} and in nothing else"
+    ] = sorted(
         [r for r in range(shape.size) if place_of(r, shape)[AXES.index(axis)] == n] for n in range(getattr(shape, axis))
-    )  # fmt: skip
+    )
     for words, groups in known.items():
         if mine == groups:
             raise NotYet(f"{where} {words}")
@@ -199,7 +200,7 @@ def _right_machines(value: Any, axis: str, shape: Shape) -> None:
 def _on_four_ranks() -> list[tuple[Shape, list[tuple[Place, list[list[int]]]]]]:
     """(grid, for each rank its place and its groups along AXES) as init_device_mesh makes them."""
     shapes = [Shape(2, 1, 2), Shape(1, 2, 2), Shape(2, 2, 1)]
-    run = launch(_meshes, shapes, ranks=RANKS, timeout=TIMEOUT, backend="gloo", threads=1, quiet=True)
+    run = run_ranks(_meshes, shapes, ranks=RANKS)
     return [(shape, [told[n] for told in run.results]) for n, shape in enumerate(shapes)]
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from course_checks.harness.checking import NotYet, returned
+from course_checks.harness import NotYet, returned
 from course_checks.lab08.common import lab
 
 TP = (2, 4, 1)
@@ -110,12 +110,21 @@ def _mistakes(expected: torch.Tensor, name: str, shards: list[Tensors], ranks: i
         names = ["embedding.word_embeddings.weight", "output_layer.weight"]
         local, other = ([s[n] for s in shards] for n in (names if "embed" in name else names[::-1]))
         return [
-            ("still has the padding: Megatron pads the vocabulary so that it divides. The first config.vocab_size rows count", torch.cat(local)),
-            ("has lost rows: the padding stands at the end of the whole vocabulary, and in no other place", torch.cat([t[: WIDTHS.vocab // ranks] for t in local])),
+            (
+                "still has the padding: Megatron pads the vocabulary so that it divides. The first config.vocab_size rows count",
+                torch.cat(local),
+            ),
+            (
+                "has lost rows: the padding stands at the end of the whole vocabulary, and in no other place",
+                torch.cat([t[: WIDTHS.vocab // ranks] for t in local]),
+            ),
             ("is the part of one rank: the vocabulary is cut by rows, over all ranks", local[0][: WIDTHS.vocab]),
             ("has its ranks in the wrong order", torch.cat(local[::-1])[: WIDTHS.vocab]),
-            ("is the other end of the model: this one's embedding and output layer are not tied", torch.cat(other)[: WIDTHS.vocab]),
-        ]  # fmt: skip
+            (
+                "is the other end of the model: this one's embedding and output layer are not tied",
+                torch.cat(other)[: WIDTHS.vocab],
+            ),
+        ]
     if "norm" in name:
         return [
             ("stands whole on each rank: take one, do not concatenate", torch.cat([expected] * ranks)),
@@ -126,20 +135,29 @@ def _mistakes(expected: torch.Tensor, name: str, shards: list[Tensors], ranks: i
     if "o_proj" in name or "down_proj" in name:
         local = [s[part + ("proj.weight" if "o_proj" in name else "fc2.weight")] for s in shards]
         return [
-            ("is row-parallel: each rank has some of its columns (dimension 1), so they stand side by side", torch.cat(local)),
+            (
+                "is row-parallel: each rank has some of its columns (dimension 1), so they stand side by side",
+                torch.cat(local),
+            ),
             ("is row-parallel: each rank has some of its columns, whole, and nothing is added up", sum(local)),
             ("has its ranks in the wrong order", torch.cat(local[::-1], 1)),
-        ]  # fmt: skip
+        ]
     if "gate" in name or "up_proj" in name:
         local = [s[part + "fc1.weight"] for s in shards]
         whole = torch.cat(local)
         first, second = whole.chunk(2)
         swapped = torch.cat([t.chunk(2)[0 if "up" in name else 1] for t in local])
         return [
-            ("comes from the ranks' fc1 put together and cut in two: each rank has its own gate above its own up, so cut first, then put together", first if "gate" in name else second),
+            (
+                "comes from the ranks' fc1 put together and cut in two: each rank has its own gate above its own up, so cut first, then put together",
+                first if "gate" in name else second,
+            ),
             ("is the other one: gate stands above up", swapped),
-            ("is every second row: gate stands above up, they do not alternate", whole[0 if "gate" in name else 1 :: 2]),
-        ]  # fmt: skip
+            (
+                "is every second row: gate stands above up, they do not alternate",
+                whole[0 if "gate" in name else 1 :: 2],
+            ),
+        ]
     return _qkv_mistakes(name, [s[part + "qkv.weight"] for s in shards], ranks)
 
 
@@ -175,5 +193,10 @@ def _qkv_mistakes(name: str, local: list[torch.Tensor], ranks: int) -> list[tupl
         if other != which
     ]
     if which == 0:
-        told.append(("is the q heads of the groups in turns: a group's heads stay together", grouped[:, :each].transpose(0, 1).flatten(0, 2)))  # fmt: skip
+        told.append(
+            (
+                "is the q heads of the groups in turns: a group's heads stay together",
+                grouped[:, :each].transpose(0, 1).flatten(0, 2),
+            )
+        )
     return told

@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from course_checks.harness.checking import NotYet, close
-from course_checks.harness.phases import phases
+from course_checks.harness import ATOL, RTOL, NotYet, close, phases, run_ranks, same
 from course_checks.lab08 import mlp_on_ranks
-from course_checks.lab08.common import ATOL, RANKS, RTOL, SIZES, TIMEOUT, close_enough, lab, members
+from course_checks.lab08.common import RANKS, SIZES, lab, members
 from course_checks.lab08.mlp_on_ranks import HIDDEN, ROWS
-from course_lib.launch import launch
 from course_lib.observe import Collective
 
 CUTS = {
@@ -26,9 +24,7 @@ CUTS = {
 @lab.exercise("A column- and row-parallel MLP", importance=5, difficulty=3, minutes=35)
 def parallel_mlp(make_mlp: Callable[..., Any]) -> str:
     """Output and all gradients of the whole MLP, 1/n of it on each rank, one all-reduce in each direction."""
-    run = launch(
-        mlp_on_ranks.parallel_mlp, make_mlp, ranks=RANKS, timeout=TIMEOUT, backend="gloo", threads=1, quiet=True
-    )
+    run = run_ranks(mlp_on_ranks.parallel_mlp, make_mlp, ranks=RANKS)
     for number, size in enumerate(SIZES):
         told = [result[size] for result in run.results]
         for rank, each in enumerate(told):
@@ -90,8 +86,8 @@ def _start(told: list[dict[str, Any]], rank: int, size: int) -> None:
         if torch.equal(mine, expected):
             continue
         where = f"rank {rank} in a group of {size}: {name}"
-        same = [p for p in range(size) if torch.equal(mine, told[members(rank, size)[p]]["start"][name][1])]
-        if same:
+        others = [p for p in range(size) if torch.equal(mine, told[members(rank, size)[p]]["start"][name][1])]
+        if others:
             raise NotYet(
                 f"{where} is the part of the group's rank {same[0]}: this is rank {rank % size} of its group, dist.get_rank(group)"
             )
@@ -124,7 +120,7 @@ def _outputs(told: list[dict[str, Any]], log: list[Collective], rank: int, size:
     output, expected, bias = each["output"], each["expected"], each["bias"]
     if output.shape != expected.shape:
         raise NotYet(f"{where} has the shape {tuple(output.shape)}, and should have {tuple(expected.shape)}")
-    if close_enough(output, expected):
+    if same(output, expected):
         return
     if size > 1:
         known = {
@@ -140,7 +136,7 @@ def _outputs(told: list[dict[str, Any]], log: list[Collective], rank: int, size:
             ),
         }
         for words, tensors in known.items():
-            if any(close_enough(output, tensor) for tensor in tensors):
+            if any(same(output, tensor) for tensor in tensors):
                 raise NotYet(f"{where} {words}")
         if len(log) > 1:
             raise NotYet(
@@ -158,22 +154,22 @@ def _gradients(told: list[dict[str, Any]], log: list[Collective], rank: int, siz
     if missing or mine is None:
         raise NotYet(f"{where}: after backward() {missing[0] if missing else 'the input'} has no gradient")
     if size > 1:
-        if all(close_enough(g, size * expected[n]) for n, g in got.items() if n != "down.bias"):
+        if all(same(g, size * expected[n]) for n, g in got.items() if n != "down.bias"):
             raise NotYet(
                 f"{where}: the gradients of the weights are exactly {size} times too large: the gradient of a sum goes to each "
                 "addend as it is, and every rank has it already. All-reduced in backward it is added up once more"
             )
         parts = [told[r]["input gradient"] for r in members(rank, size)]
-        if not close_enough(mine, wanted) and close_enough(sum(parts), wanted):
+        if not same(mine, wanted) and same(sum(parts), wanted):
             raise NotYet(
                 f"{where}: the input gradient is only this rank's part: its inner columns tell nothing about the others'. The "
                 "all-reduce in backward is missing, where the input went to all ranks"
             )
-        if close_enough(mine, size * wanted):
+        if same(mine, size * wanted):
             raise NotYet(f"{where}: the input gradient is {size} times too large: it is added up twice")
-        if close_enough(mine, wanted / size):
+        if same(mine, wanted / size):
             raise NotYet(f"{where}: the input gradient is {size} times too small: the ranks' parts add up, no mean")
-        if close_enough(got["down.bias"], expected["down.bias"] / size):
+        if same(got["down.bias"], expected["down.bias"] / size):
             raise NotYet(
                 f"{where}: the gradient of down.bias is {size} times too small. A {size}-th of the bias on every rank adds up to "
                 f"the right output, and trains {size} times too slowly: add it once, after the sum"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from course_checks.harness.checking import NotYet, returned
+from course_checks.harness import NotYet, returned
 from course_checks.lab08.common import lab
 
 if TYPE_CHECKING:  # imported where they are used: every rank of this lab imports this module
@@ -20,9 +20,13 @@ FACTOR = 1.15  # a plan may take so many times the seconds of the fastest one
 GIB = 2**30
 KEYS = ("method", "strategy", "dp", "tp", "pp", "micro_batch", "checkpointing")
 SAID = {
-    "weights": "the weights", "gradients": "the gradients", "optimizer": "the optimizer's states",
-    "activations": "the activations", "logits": "the logits", "buffers": "buffers and gathered or cast weights",
-}  # fmt: skip
+    "weights": "the weights",
+    "gradients": "the gradients",
+    "optimizer": "the optimizer's states",
+    "activations": "the activations",
+    "logits": "the logits",
+    "buffers": "buffers and gathered or cast weights",
+}
 
 
 @dataclass(frozen=True)
@@ -68,18 +72,29 @@ class Task:
     @property
     def asked(self) -> dict[str, Any]:
         """What `course_tools.planning.plan` takes beside the model and the machines."""
-        return {"global_batch": self.global_batch, "seq_len": self.seq_len, "methods": self.methods, "offload": ("none",),
-                "axes": ("dp", "tp", "pp"), "interleave": False}  # fmt: skip
+        return {
+            "global_batch": self.global_batch,
+            "seq_len": self.seq_len,
+            "methods": self.methods,
+            "offload": ("none",),
+            "axes": ("dp", "tp", "pp"),
+            "interleave": False,
+        }
 
 
 TASKS = (
     Task("two cards at home", "llama-3.1-8b", ("lora", "qlora"), "2x24GiB", (), 16, 2048),
     Task("one machine", "llama-3.1-8b", ("full",), "8xa100-80gb", (), 64, 4096),
     Task(
-        "eight machines on a slow network", "llama-3.1-70b", ("full",),
-        "8x8xh100-80gb", (("outer", "roce-100"), ("outer_links", 1)), 256, 4096,
+        "eight machines on a slow network",
+        "llama-3.1-70b",
+        ("full",),
+        "8x8xh100-80gb",
+        (("outer", "roce-100"), ("outer_links", 1)),
+        256,
+        4096,
     ),
-)  # fmt: skip
+)
 
 
 @lab.exercise("A plan for three clusters", importance=5, difficulty=4, minutes=35)
@@ -142,10 +157,17 @@ def _settings(value: Any, task: Task) -> Settings:
     if pp > shape.layers:
         raise NotYet(f"{task.name}: {pp} stages for {shape.layers} layers")
     return Settings(
-        value["strategy"], value["method"], dp, tp, pp, sequence_parallel=tp > 1, micro_batch_size=micro_batch,
-        num_microbatches=task.global_batch // (dp * micro_batch), activation_checkpointing=value["checkpointing"],
+        value["strategy"],
+        value["method"],
+        dp,
+        tp,
+        pp,
+        sequence_parallel=tp > 1,
+        micro_batch_size=micro_batch,
+        num_microbatches=task.global_batch // (dp * micro_batch),
+        activation_checkpointing=value["checkpointing"],
         precision=task.question.precision,
-    )  # fmt: skip
+    )
 
 
 def _measured(task: Task, chosen: Settings) -> tuple[Plan, Needs]:

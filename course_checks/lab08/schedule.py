@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from course_checks.harness.checking import NotYet, close, returned
+from course_checks.harness import ATOL, RTOL, NotYet, close, returned, run_ranks
 from course_checks.lab08 import pipeline_on_ranks
-from course_checks.lab08.common import ATOL, RTOL, TIMEOUT, lab
-from course_lib.launch import launch
+from course_checks.lab08.common import lab
 from course_lib.parallel.schedules import Action, Orders, ideal_bubble, orders
 from course_lib.parallel.simulate import Timeline, simulate
 
@@ -43,10 +42,7 @@ def one_f_one_b(schedule: Callable[..., Any]) -> str:
         mine = _orders(schedule(*target), target)
         _judge(mine, target)
     mine = _orders(schedule(*ON_RANKS), ON_RANKS)
-    run = launch(
-        pipeline_on_ranks.run_orders, mine, ON_RANKS.micro_batches,
-        ranks=ON_RANKS.stages, timeout=TIMEOUT, backend="gloo", threads=1, quiet=True,
-    )  # fmt: skip
+    run = run_ranks(pipeline_on_ranks.run_orders, mine, ON_RANKS.micro_batches, ranks=ON_RANKS.stages)
     for rank, (told, expected) in enumerate(zip(run.results, pipeline_on_ranks.whole(*ON_RANKS), strict=True)):
         close(told["gradients"], expected, rtol=RTOL, atol=ATOL, what=f"stage {rank} on real ranks: the gradient")
         if told["most"] > ON_RANKS.held(rank):

@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from course_checks.harness.checking import NotYet, close
-from course_checks.harness.phases import phases
+from course_checks.harness import ATOL, RTOL, NotYet, close, phases, run_ranks
 from course_checks.lab08 import vocabulary_on_ranks as there
-from course_checks.lab08.common import ATOL, RANKS, RTOL, SIZES, TIMEOUT, lab, members
+from course_checks.lab08.common import RANKS, SIZES, lab, members
 from course_checks.lab08.vocabulary_on_ranks import CASES, TOKENS, VOCAB, Case
-from course_lib.launch import launch
 from course_lib.observe import Collective
 
 NUMBERS = 3  # a token needs: the maximum, the sum of exponentials, the target's logit
@@ -21,7 +19,7 @@ NUMBERS = 3  # a token needs: the maximum, the sum of exponentials, the target's
 @lab.exercise("Vocabulary-parallel cross-entropy", importance=5, difficulty=4, minutes=35)
 def vocabulary_loss(loss_of: Callable[..., Any]) -> str:
     """PyTorch's loss and gradient, stable, with three numbers a token on the wire and no logits."""
-    run = launch(there.vocabulary_loss, loss_of, ranks=RANKS, timeout=TIMEOUT, backend="gloo", threads=1, quiet=True)
+    run = run_ranks(there.vocabulary_loss, loss_of, ranks=RANKS)
     sent = 0
     for number, size in enumerate(SIZES):
         for index, case in enumerate(CASES):
@@ -61,6 +59,11 @@ def _traffic(forward: list[Collective], backward: list[Collective], rank: int, s
     if total > allowed:
         raise NotYet(
             f"forward puts {total:,} bytes into collectives for {TOKENS} tokens: {NUMBERS} fp32 numbers each are {allowed:,}"
+        )
+    if total < 4 * TOKENS:
+        raise NotYet(
+            f"forward puts {total:,} bytes into collectives for {TOKENS} tokens: the sums of exponentials alone are "
+            f"{4 * TOKENS:,}, and no rank has them by itself"
         )
     if backward:
         raise NotYet(

@@ -67,8 +67,21 @@ def right_activations(tokens, seq_len, hidden, heads, kv_heads, head_dim, interm
     return sum(4 * tokens * width for width in widths)
 
 
-def _activations(norm=3, rstd=2, mlp=4, q_twice=False, lse=1, out=1, scores=0, kv="own", eager_kv="all", soft=1, wide="heads",
-                 each=4, residual=0):  # fmt: skip
+def _activations(
+    norm=3,
+    rstd=2,
+    mlp=4,
+    q_twice=False,
+    lse=1,
+    out=1,
+    scores=0,
+    kv="own",
+    eager_kv="all",
+    soft=1,
+    wide="heads",
+    each=4,
+    residual=0,
+):
     def activations(tokens, seq_len, hidden, heads, kv_heads, head_dim, intermediate, attention="flash"):
         flash = attention == "flash"
         queries = heads * head_dim if wide == "heads" else hidden
@@ -94,8 +107,8 @@ def right_logits(tokens, vocab, dtype_bytes, held):
 
 # ------------------------------------------------------------------------------------------------------------ moments
 def right_moments(resident, kept, forward, backward, gradients, step):
-    """Walks through the step with a running sum, and uses up the lists that it is given."""
-    now, best = resident, (-1, "")
+    """Walks through the step with a running sum, and uses up a copy of the list that it is given."""
+    now, best, kept = resident, (-1, ""), list(kept)
     for i, size in enumerate(kept):
         now += size
         if now + forward[i] > best[0]:
@@ -106,6 +119,12 @@ def right_moments(resident, kept, forward, backward, gradients, step):
             best = now + backward[i], f"backward {i}"
         now -= kept.pop()
     return (now + step, "step") if now + step > best[0] else best
+
+
+def pops(resident, kept, forward, backward, gradients, step):
+    right = right_moments(resident, kept, forward, backward, gradients, step)
+    kept.pop()
+    return right
 
 
 def _moments(how):
@@ -235,8 +254,14 @@ def right_choice(model, card, gpus, seq_len):
         strategy = "zero3" if rung.sharded else ("single" if gpus == 1 else "ddp")
         if strategy == "zero3" and gpus == 1:
             continue
-        asked = {"method": rung.method, "activation_checkpointing": rung.activation_checkpointing, "strategy": strategy, "ranks": gpus,
-                 "precision": precision, "seq_len": seq_len}  # fmt: skip
+        asked = {
+            "method": rung.method,
+            "activation_checkpointing": rung.activation_checkpointing,
+            "strategy": strategy,
+            "ranks": gpus,
+            "precision": precision,
+            "seq_len": seq_len,
+        }
         prices.append((estimate(model, **asked).device, asked))
     cheap = [asked for price, asked in prices if price <= card.memory]
     if not cheap:
@@ -244,16 +269,30 @@ def right_choice(model, card, gpus, seq_len):
     return cheap[0]
 
 
-def _choice(measure=lambda found: found.device, order=1, bf16=None, ranks=None, pooled=False, single=False, invent=False,
-            refuse=True, seq=None):  # fmt: skip
+def _choice(
+    measure=lambda found: found.device,
+    order=1,
+    bf16=None,
+    ranks=None,
+    pooled=False,
+    single=False,
+    invent=False,
+    refuse=True,
+    seq=None,
+):
     def choose(model, card, gpus, seq_len):
         for rung in LADDER[::order]:
             if rung.sharded and gpus == 1:
                 continue
             strategy = "zero3" if rung.sharded else "single" if gpus == 1 or single else "ddp"
-            asked = {"method": rung.method, "activation_checkpointing": "selective" if invent else rung.activation_checkpointing,
-                     "strategy": strategy, "ranks": ranks or gpus, "seq_len": seq or seq_len,
-                     "precision": "bf16-mixed" if (card.bf16 if bf16 is None else bf16) else "fp16-mixed"}  # fmt: skip
+            asked = {
+                "method": rung.method,
+                "activation_checkpointing": "selective" if invent else rung.activation_checkpointing,
+                "strategy": strategy,
+                "ranks": ranks or gpus,
+                "seq_len": seq or seq_len,
+                "precision": "bf16-mixed" if (card.bf16 if bf16 is None else bf16) else "fp16-mixed",
+            }
             if strategy == "single":
                 found = estimate(model, **{**asked, "ranks": 1})
             else:
@@ -383,6 +422,7 @@ WRONG = [
     ),
     ("logit_peak", lambda tokens, vocab, dtype_bytes, held: (12 + 4 * held) * tokens * vocab, "in their own type"),
     ("logit_peak", lambda tokens, vocab, dtype_bytes, held: 7 * tokens, "Which tensors of tokens x vocab"),
+    ("worst_moment", pops, "pops changes argument 2, the list that it was given"),
     ("worst_moment", sum_of_maxima, "these things are not there at one time"),
     ("worst_moment", _moments("own kept"), "what it keeps is there already"),
     ("worst_moment", _moments("freed before"), "freed after it"),

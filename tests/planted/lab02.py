@@ -294,10 +294,26 @@ def in_place_merge(layer):
 
 
 # ---------------------------------------------------------------------------------------------------------------- nf4
-LEVELS = torch.tensor([
-    -1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803, 0.1609302,
-    0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
-])  # fmt: skip
+LEVELS = torch.tensor(
+    [
+        -1.0,
+        -0.6961928,
+        -0.52507305,
+        -0.39491749,
+        -0.28444138,
+        -0.18477343,
+        -0.09105004,
+        0.0,
+        0.0795803,
+        0.1609302,
+        0.2461123,
+        0.33791524,
+        0.44070983,
+        0.562617,
+        0.72295684,
+        1.0,
+    ]
+)
 
 
 def _nf4(mode="right", levels=LEVELS):
@@ -630,7 +646,7 @@ WRONG = [
     ("lora_linear", lora_that(full=True), "your forward makes a matrix"),
     ("lora_linear", lora_that(detach=True), "x gets its gradient through A and B alone"),
     ("lora_linear", lora_that(ignore=True), "the update never reaches the output"),
-    ("lora_linear", lambda base, rank, alpha: base.forward, "should be an nn.Module"),
+    ("lora_linear", lambda base, rank, alpha: base.forward, "should be of type Module"),
     ("lora_linear", lora_that(turned=True), "there should be two, A of shape"),
     ("lora_linear", lora_that(full_backward=True), "backward makes a matrix as large"),
     ("lora_linear", lora_that(bent=True), "layer(x) is off"),

@@ -48,8 +48,21 @@ def right_ring(tensor):
     tensor.copy_(rows.view(-1)[: tensor.numel()].view_as(tensor))
 
 
-def _ring(*, whole=False, send_first=False, scale=1.0, mean=False, cut="even", far=False, half=False, only_zero=False,
-          again=False, copy=False, fine=1, grown=False):  # fmt: skip
+def _ring(
+    *,
+    whole=False,
+    send_first=False,
+    scale=1.0,
+    mean=False,
+    cut="even",
+    far=False,
+    half=False,
+    only_zero=False,
+    again=False,
+    copy=False,
+    fine=1,
+    grown=False,
+):
     def all_reduce(tensor):
         rank, n = _here()
         before = tensor.clone()
@@ -365,8 +378,18 @@ def grid_of_some(rank, dp, tp):
 
 
 # ---------------------------------------------------------------------------------------------------------------- cost
-def _cost(*, factor=True, bits=False, both=False, latency="steps", inner_only=False, bytes_=True, share=True, cut=True,
-          halves=2):  # fmt: skip
+def _cost(
+    *,
+    factor=True,
+    bits=False,
+    both=False,
+    latency="steps",
+    inner_only=False,
+    bytes_=True,
+    share=True,
+    cut=True,
+    halves=2,
+):
     def step_cost(parameters, bytes_each, nodes, gpus, nvlink_both_ways, nvlink_latency, network, network_latency):
         size = parameters * (bytes_each if bytes_ else 1)
         near = (nvlink_latency, nvlink_both_ways * 1e9 / (1 if both else 2))

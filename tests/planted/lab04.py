@@ -193,6 +193,24 @@ def _step(*, divide=True, weigh=False, no_sync="both", step_each=False, zero=Tru
     return step
 
 
+def concatenates(model, optimizer, micro_batches, loss_fn):
+    return right_step(model, optimizer, [torch.cat(micro_batches)], loss_fn)
+
+
+def keeps_every_graph(model, optimizer, micro_batches, loss_fn):
+    rows = sum(map(len, micro_batches))
+    loss = sum(loss_fn(model, micro_batch) * (len(micro_batch) / rows) for micro_batch in micro_batches)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def zeroes_first(model, optimizer, micro_batches, loss_fn):
+    optimizer.zero_grad()
+    return _step(weigh=True, zero=False)(model, optimizer, micro_batches, loss_fn)
+
+
 # ------------------------------------------------------------------------------------------------------------ batches
 class RightSampler(torch.utils.data.Sampler):
     """Contiguous pieces of one permutation, where the shipped answer deals it out in turn."""
@@ -306,6 +324,20 @@ def right_training(make_model, samples, targets, *, steps, micro_batch, lr):
     return model
 
 
+def trains_on_everything(make_model, samples, targets, *, steps, micro_batch, lr):
+    """Every rank computes the whole global batch, and nothing is averaged."""
+    torch.manual_seed(500)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    for step in range(steps):
+        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(step))
+        rows = order[: micro_batch * dist.get_world_size()]
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(samples[rows]), targets[rows]).backward()
+        optimizer.step()
+    return model
+
+
 RIGHT = {
     "own_ddp": RightDDP,
     "accumulated_step": right_step,
@@ -335,6 +367,8 @@ WRONG = [
     ("accumulated_step", _step(weigh=True, step_each=True), "stepped 2 times"),
     ("accumulated_step", _step(weigh=True, zero=False), "gradients are left over"),
     ("accumulated_step", lambda model, optimizer, micro_batches, loss_fn: 1.0, "never stepped"),
+    ("accumulated_step", concatenates, "rows at once, and a micro-batch has"),
+    ("accumulated_step", keeps_every_graph, "backward() for each micro-batch"),
     ("sampler", sampler_that("same epoch"), "has the order of epoch 0"),
     ("sampler", sampler_that("seed by rank"), "seed it alike on all ranks"),
     ("sampler", sampler_that("stored"), "order"),
@@ -357,5 +391,6 @@ WRONG = [
     ("repaired", _train(average="parameters", own_rows=False), "every rank trains on the same rows"),
     ("repaired", _train(average="nothing"), "nothing is averaged between them"),
     ("repaired", _train(average="both"), "once is enough"),
+    ("repaired", trains_on_everything, "does every rank compute the whole global batch"),
     ("repaired", lambda make_model, samples, targets, *, steps, micro_batch, lr: 3, "must return this rank's model"),
 ]

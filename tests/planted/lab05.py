@@ -31,8 +31,16 @@ def right_bytes(parameters, trainable, ranks, stage, weights=2, gradients=2, sta
     return total
 
 
-def bytes_with(*, whole=None, share=lambda each, count, ranks: each * -(-count // ranks), frozen=False, fixed=False,
-               scale=1, stay=False, refuse=True):  # fmt: skip
+def bytes_with(
+    *,
+    whole=None,
+    share=lambda each, count, ranks: each * -(-count // ranks),
+    frozen=False,
+    fixed=False,
+    scale=1,
+    stay=False,
+    refuse=True,
+):
     whole = whole or {0: "WGS", 1: "WG", 2: "W", 3: ""}
 
     def answer(parameters, trainable, ranks, stage, weights=2, gradients=2, states=12):
@@ -406,8 +414,22 @@ class WholeTensors(Unsharded):
 
 
 # ----------------------------------------------------------------------------------------------------- gradient_slice
-def gradients_by(*, average=True, twice=False, pad=True, free=True, clone=True, order=False, frozen=False, skip=False,
-                 how="all_to_all", garbage=False, whole=False, local=False, listed=False):  # fmt: skip
+def gradients_by(
+    *,
+    average=True,
+    twice=False,
+    pad=True,
+    free=True,
+    clone=True,
+    order=False,
+    frozen=False,
+    skip=False,
+    how="all_to_all",
+    garbage=False,
+    whole=False,
+    local=False,
+    listed=False,
+):
     def answer(params):
         rank, n = dist.get_rank(), dist.get_world_size()
         used = [p for p in params if p.requires_grad or frozen]
@@ -491,8 +513,21 @@ def right_reshard(shards, ranks):
     return made
 
 
-def reshard_by(*, cut=True, order="rank", swap=False, moments=True, pad=True, clone=True, step=True, refuse=True,
-               dirty=False, ranks_new=True, drop=None, moments_old=False):  # fmt: skip
+def reshard_by(
+    *,
+    cut=True,
+    order="rank",
+    swap=False,
+    moments=True,
+    pad=True,
+    clone=True,
+    step=True,
+    refuse=True,
+    dirty=False,
+    ranks_new=True,
+    drop=None,
+    moments_old=False,
+):
     def answer(shards, ranks):
         if refuse and (len({s["rank"] for s in shards}) < shards[0]["ranks"] or len({s["step"] for s in shards}) > 1):
             raise ValueError("this checkpoint is not whole")
@@ -533,8 +568,19 @@ def reshard_by(*, cut=True, order="rank", swap=False, moments=True, pad=True, cl
 
 
 # ------------------------------------------------------------------------------------------------------- choose_stage
-def choose_by(*, order=None, once=False, passes=3, host=True, whole=False, one_link=False, memory="all", refuse=True,
-              last=False, gpu=True):  # fmt: skip
+def choose_by(
+    *,
+    order=None,
+    once=False,
+    passes=3,
+    host=True,
+    whole=False,
+    one_link=False,
+    memory="all",
+    refuse=True,
+    last=False,
+    gpu=True,
+):
     """Right by default: a table of seconds, sorted, where the shipped answer keeps a running best."""
     from course_checks.lab05.machines import SETTINGS, gpu_bytes
 

@@ -566,10 +566,14 @@ WRONG = [
     ("wrapping", _wrapping(plan=lambda la, r, s, li: (_cuts(la, r, s, li) or [[1] * len(la)])[0]), "raise ValueError"),
     ("hybrid", (_swapped_groups, right_traffic), "ranks of one machine are neighbours"),
     ("hybrid", (lambda k, r, s: right_groups(k, r, s)[::-1], right_traffic), "give the shard group first"),
-    ("hybrid", (lambda k, r, s: (right_groups(0, r, s)), right_traffic), "does not have rank"),
+    ("hybrid", (lambda k, r, s: right_groups(0, r, s), right_traffic), "does not have rank"),
     ("hybrid", (right_groups, _traffic(lambda x, r, s, again: x * 2 / 3 if again else x)), "gathers once"),
     ("hybrid", (right_groups, _traffic(lambda x, r, s, again: x if again else x * 1.5)), "gathers twice"),
-    ("hybrid", (right_groups, _traffic(lambda x, r, s, again: x * (2 + again - 1) / (2 + again))), "leaves out the gradients"),
+    (
+        "hybrid",
+        (right_groups, _traffic(lambda x, r, s, again: x * (2 + again - 1) / (2 + again))),
+        "leaves out the gradients",
+    ),
     ("hybrid", (right_groups, _traffic(change_across=lambda x, r, s: x * s)), "all-reduces all gradients"),
     ("hybrid", (right_groups, _traffic(change_across=lambda x, r, s: x / 2)), "forgets that an all-reduce"),
     ("hybrid", (right_groups, lambda p, r, s, again: right_traffic(p / 4, r, s, again)), "counts parameters"),
@@ -587,12 +591,24 @@ WRONG = [
     ("load_shard", (_load(_floor_and_rest),), "ceil(rows / ranks)"),
     ("load_shard", (_load(_chunks, saved=_array_split),), "the ranks that saved hold"),
     ("load_shard", (_load(_chunks, saved=_floor_and_rest),), "the ranks that saved hold"),
-    ("load_shard", (lambda reader, name, rank, ranks: reader.read("middle.weight", 3, 0, 1),), "torch.chunk gives ceil"),
+    (
+        "load_shard",
+        (lambda reader, name, rank, ranks: reader.read("middle.weight", 3, 0, 1),),
+        "torch.chunk gives ceil",
+    ),
     ("load_shard", (_load(_chunks, whole=True),), "the whole tensor"),
     ("load_shard", (_load(_chunks, pad=True),), "padded to the size of the others"),
     ("load_shard", (_load(_chunks, flat_empty=True),), "an empty shard keeps its other dimensions"),
     ("load_shard", (_load(_chunks, canvas=True),), "more than its own rows at a time"),
-    ("load_shard", (_load(lambda rows, ranks: [(0, _chunks(rows, ranks)[r][1] - _chunks(rows, ranks)[r][0]) for r in range(ranks)]),), "your row 0 is row 0"),
+    (
+        "load_shard",
+        (
+            _load(
+                lambda rows, ranks: [(0, _chunks(rows, ranks)[r][1] - _chunks(rows, ranks)[r][0]) for r in range(ranks)]
+            ),
+        ),
+        "your row 0 is row 0",
+    ),
     ("clip_sharded", (_clip(reduce=False),), "the norm of its own shards"),
     ("clip_sharded", (_clip(square=False),), "sum of the ranks' norms"),
     ("clip_sharded", (_clip(late=True),), "off by"),
@@ -612,8 +628,16 @@ WRONG = [
     ("trace_reading", (_exposed((*COMPUTE, "other")), right_waiting), "a label is a name"),
     ("trace_reading", (_exposed(each=True), right_waiting), "a second in which two run is one second"),
     ("trace_reading", (_exposed(twice=True), right_waiting), "that hides one second, not two"),
-    ("trace_reading", (right_exposed, lambda traces: (_longest_label(traces), right_waiting(traces)[1])), "the longest wait is in"),
-    ("trace_reading", (right_exposed, lambda traces: (_where_it_began(traces), right_waiting(traces)[1])), "the longest wait is in"),
+    (
+        "trace_reading",
+        (right_exposed, lambda traces: (_longest_label(traces), right_waiting(traces)[1])),
+        "the longest wait is in",
+    ),
+    (
+        "trace_reading",
+        (right_exposed, lambda traces: (_where_it_began(traces), right_waiting(traces)[1])),
+        "the longest wait is in",
+    ),
     ("trace_reading", (right_exposed, _who_waits_longest), "Who waits longest is not who is late"),
     ("trace_reading", (right_exposed, lambda traces: ("layers.9", 0)), "is no label of a unit"),
-]  # fmt: skip
+]

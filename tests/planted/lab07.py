@@ -16,10 +16,22 @@ def stub(*args, **kwargs):
 
 # ----------------------------------------------------------------------------------------------------------- one_file
 RUN = {
-    "micro_batch_size": 4, "max_steps": 6, "sequence_len": 64, "learning_rate": "2e-3", "lr_scheduler": "linear",
-    "warmup_ratio": 0.34, "optimizer": "adamw_torch_fused", "adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.1,
-    "max_grad_norm": 0.5, "curriculum_sampling": True, "shuffle_merged_datasets": False, "bf16": False, "seed": 7,
-}  # fmt: skip
+    "micro_batch_size": 4,
+    "max_steps": 6,
+    "sequence_len": 64,
+    "learning_rate": "2e-3",
+    "lr_scheduler": "linear",
+    "warmup_ratio": 0.34,
+    "optimizer": "adamw_torch_fused",
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.5,
+    "curriculum_sampling": True,
+    "shuffle_merged_datasets": False,
+    "bf16": False,
+    "seed": 7,
+}
 
 
 def _run(**changes):
@@ -275,9 +287,11 @@ def right_hung(beats, now, every, save_limit):
         lowest = min(b.step for b in active.values())
         return {r for r, b in active.items() if b.step == lowest and silent >= 2 * every}
     return {
-        r for r, b in active.items()
-        if (b.phase == "working" and now - b.received >= 2 * every) or (b.phase == "saving" and now - b.received >= save_limit)
-    }  # fmt: skip
+        r
+        for r, b in active.items()
+        if (b.phase == "working" and now - b.received >= 2 * every)
+        or (b.phase == "saving" and now - b.received >= save_limit)
+    }
 
 
 def _hung(beats_allowed=2.0, clock="received", phases=("working", "saving"), save=True, deadlock=True, who="lowest"):
@@ -388,8 +402,16 @@ WRONG = [
     ("switched", _proof(lambda m, p, s, w: (m, 1 / len(w), s)), "not every method divides them"),
     ("switched", _proof(lambda m, p, s, w: (m, w[0]["local_elements"], s)), "give their share"),
     ("switched", _proof(lambda m, p, s, w: (m, p, 2 * s)), "the share of Adam's states"),
-    ("switched", _proof(lambda m, p, s, w: (m, p, w[0]["optimizer_elements"] / 2 / w[0]["total_elements"])), "states of the trained parameters alone"),
-    ("switched", _proof(lambda m, p, s, w: (m, w[-1]["local_elements"] / w[-1]["total_elements"], s)), "on the rank that holds most"),
+    (
+        "switched",
+        _proof(lambda m, p, s, w: (m, p, w[0]["optimizer_elements"] / 2 / w[0]["total_elements"])),
+        "states of the trained parameters alone",
+    ),
+    (
+        "switched",
+        _proof(lambda m, p, s, w: (m, w[-1]["local_elements"] / w[-1]["total_elements"], s)),
+        "on the rank that holds most",
+    ),
     ("switched", _switched(fsdp2={"fsdp_config": FSDP2["fsdp_config"]}), "does not say fsdp_version: 2"),
     ("switched", _switched(fsdp2={"fsdp_version": 2}), "Axolotl trains with DDP, and says nothing"),
     ("switched", _switched(fsdp2={"fsdp_version": 2, "fsdp_confg": {}}), "Axolotl knows fsdp_config"),
@@ -399,7 +421,11 @@ WRONG = [
     ("switched", _fsdp(auto_wrap_policy=None), "one unit, gathered at once"),
     ("switched", _fsdp(transformer_layer_cls_to_wrap="Qwen2DecoderLayer"), "LlamaDecoderLayer"),
     ("switched", _switched(zero3={"deepspeed": "zero3.json"}), "there is no file zero3.json"),
-    ("switched", _switched(zero3={"deepspeed": {"zero_optimization": {"stage": 2}} | AUTO}), "shards the parameters too"),
+    (
+        "switched",
+        _switched(zero3={"deepspeed": {"zero_optimization": {"stage": 2}} | AUTO}),
+        "shards the parameters too",
+    ),
     ("switched", _switched(zero3={"deepspeed": {"zero_optimization": {"stage": 3}}}), '"auto", so that the batch'),
     ("switched", _fsdp(state_dict_type="WHOLE"), "Axolotl does not run the overlay fsdp2"),
     ("broken_yamls", (lambda: MENDED | {"lab.yml": {}},), "is none of the files"),
@@ -415,7 +441,11 @@ WRONG = [
     ("broken_yamls", _mend("shards.yml", deepspeed=None, fsdp_version=None, fsdp_config=None), "what is left is DDP"),
     ("broken_yamls", _mend("shards.yml", fsdp_version=None), "would both shard"),
     ("broken_yamls", _mend("wide.yml", gradient_accumulation_steps=8), "what stands there already"),
-    ("broken_yamls", _mend("wide.yml", micro_batch_size=1, gradient_accumulation_steps=16), "4 ranks bring data, not 8"),
+    (
+        "broken_yamls",
+        _mend("wide.yml", micro_batch_size=1, gradient_accumulation_steps=16),
+        "4 ranks bring data, not 8",
+    ),
     ("broken_yamls", _mend("wide.yml", micro_batch_size=4), "two are all that fits"),
     ("broken_yamls", _mend("wide.yml", tensor_parallel_size=1), "has nothing to do with the mistake"),
     ("broken_yamls", _mend("night.yml", save_steps=50), "What lies in each checkpoint"),
@@ -432,7 +462,11 @@ WRONG = [
     ("packing", (right_pack, _epoch(ranks_too=False)), "forgets that the ranks share"),
     ("packing", (right_pack, _epoch(padding=lambda p, *_: 1 - p)), "share of real tokens"),
     ("packing", (right_pack, _epoch(padding=lambda p, real, slots, everything: slots - real)), "give their share"),
-    ("packing", (right_pack, _epoch(padding=lambda p, real, slots, everything: 1 - everything / slots)), "leave them out"),
+    (
+        "packing",
+        (right_pack, _epoch(padding=lambda p, real, slots, everything: 1 - everything / slots)),
+        "leave them out",
+    ),
     ("packing", (right_pack, lambda *plan: right_epoch(*plan)[0]), "two numbers"),
     ("survives", (_save(rename=False), _load()), "rename when the file is complete"),
     ("survives", (_save(sync=False), _load()), "fsync before you rename"),
@@ -452,7 +486,11 @@ WRONG = [
     ("spike_detector", (lambda past, loss: len(past) > 9 and loss > 1.5 * past[-1],), "the step before was lower"),
     ("spike_detector", (_both_sides,), "good news is no spike"),
     ("spike_detector", (_against_the_start,), "passed unseen"),
-    ("spike_detector", (lambda past, loss: len(past) > 9 and loss > 1.7 * statistics.median(past[-24:]),), "math.isfinite"),
+    (
+        "spike_detector",
+        (lambda past, loss: len(past) > 9 and loss > 1.7 * statistics.median(past[-24:]),),
+        "math.isfinite",
+    ),
     ("spike_detector", (lambda past, loss: past[-1] < loss / 2,), "your code raised IndexError"),
     ("spike_detector", (lambda past, loss: torch.tensor([loss, loss]) > 4,), "should return True or False"),
     ("watchdog_rule", _hung(beats_allowed=1.5), "two whole heartbeats"),
@@ -475,4 +513,4 @@ WRONG = [
     ("not_restored", _find(aligned=False), "Compare the records of the same `step`"),
     ("not_restored", (lambda whole, resumed: "the optimizer",), "is none of"),
     ("not_restored", (lambda whole, resumed: "nothing",), "weights that were not restored"),
-]  # fmt: skip
+]

@@ -286,8 +286,13 @@ def right_schedule(stages, micro_batches, *, warm=lambda rank, stages: stages - 
 
 
 def _backwards_newest_first(stages, micro_batches):
-    return [[Action(k, i) for k, i in [*(("F", i) for i in range(micro_batches)), *(("B", i) for i in reversed(range(micro_batches)))]]
-            for _ in range(stages)]  # fmt: skip
+    return [
+        [
+            Action(k, i)
+            for k, i in [*(("F", i) for i in range(micro_batches)), *(("B", i) for i in reversed(range(micro_batches)))]
+        ]
+        for _ in range(stages)
+    ]
 
 
 def _drops_the_last(stages, micro_batches):
@@ -513,14 +518,26 @@ WRONG = [
     ("vocabulary_loss", (loss_with_backward(_one_hot_everywhere),), "only the rank that has the target's column may"),
     ("vocabulary_loss", (loss_with_backward(_forgets_gradient),), "backward forgets the gradient that it is given"),
     ("vocabulary_loss", (loss_with_backward(_reduces_in_backward),), "backward calls all_reduce"),
-    ("vocabulary_loss", (lambda logits, targets, group: right_loss(logits, targets, group).detach(),), "no gradient flows"),
+    (
+        "vocabulary_loss",
+        (lambda logits, targets, group: right_loss(logits, targets, group).detach(),),
+        "no gradient flows",
+    ),
     ("one_f_one_b", (lambda p, m: orders("gpipe", p, m),), "that is GPipe"),
     ("one_f_one_b", (lambda p, m: orders("naive", p, m),), "one rank works at a time"),
     ("one_f_one_b", (partial(right_schedule, warm=lambda rank, stages: stages),), "every rank begins with 4 forwards"),
-    ("one_f_one_b", (partial(right_schedule, warm=lambda rank, stages: stages - rank + 1),), "it begins with 5 forwards"),
+    (
+        "one_f_one_b",
+        (partial(right_schedule, warm=lambda rank, stages: stages - rank + 1),),
+        "it begins with 5 forwards",
+    ),
     ("one_f_one_b", (partial(right_schedule, warm=lambda rank, stages: stages - rank - 1),), "forwards fill that time"),
     ("one_f_one_b", (lambda p, m: orders("1f1b", p, m)[::-1],), "the ranks are in reverse"),
-    ("one_f_one_b", (lambda p, m: [[("B", i) for i in range(m)] + [("F", i) for i in range(m)] for _ in range(p)],), "first action is a forward"),
+    (
+        "one_f_one_b",
+        (lambda p, m: [[("B", i) for i in range(m)] + [("F", i) for i in range(m)] for _ in range(p)],),
+        "first action is a forward",
+    ),
     ("one_f_one_b", (_backwards_newest_first,), "8 micro-batches at a time"),
     ("one_f_one_b", (_drops_the_last,), "never runs the backward of micro-batch 7"),
     ("one_f_one_b", (lambda p, m: orders("1f1b", p, m)[0],), "one list of actions for each rank"),
@@ -537,9 +554,17 @@ WRONG = [
     ("rank_grid", _grid(groups=lambda *a: right_groups(*a)[:1]), "is in none of them"),
     ("rank_grid", _grid(groups=lambda *a: [g[::-1] for g in right_groups(*a)]), "in another order"),
     ("rank_grid", _grid(groups=lambda *a: right_groups(*a)[0]), "each a list of ranks"),
-    ("rank_grid", _grid(machines=lambda axis, pp, dp, tp, n: -(-{"pp": pp, "dp": dp, "tp": tp}[axis] // n)), "they are no neighbours"),
+    (
+        "rank_grid",
+        _grid(machines=lambda axis, pp, dp, tp, n: -(-{"pp": pp, "dp": dp, "tp": tp}[axis] // n)),
+        "they are no neighbours",
+    ),
     ("rank_grid", _grid(machines=lambda axis, pp, dp, tp, n: {"pp": pp, "dp": dp, "tp": tp}[axis]), "you count its"),
-    ("rank_grid", _grid(machines=lambda axis, *s: len({r // s[3] for r in right_groups(axis, *s[:3])[0]})), "The widest group counts"),
+    (
+        "rank_grid",
+        _grid(machines=lambda axis, *s: len({r // s[3] for r in right_groups(axis, *s[:3])[0]})),
+        "The widest group counts",
+    ),
     ("bubble", _bubble(lambda p, m, v: (p - 1) / (v * m)), "divides the idle time by the busy time"),
     ("bubble", _bubble(lambda p, m, v: p / (v * m + p)), "counts p stages to wait for"),
     ("bubble", _bubble(lambda p, m, v: (p - 1) / (v * m + p)), "or counts one too many"),
@@ -549,11 +574,23 @@ WRONG = [
     ("bubble", _bubble(lambda p, m, v: (p * v - 1) / (m + p * v - 1)), "takes the chunks for more stages"),
     ("bubble", _bubble(lambda p, m, v: 2 * (p - 1) / (v * m + 2 * (p - 1))), "counts the bubble twice"),
     ("bubble", _bubble(lambda p, m, v: 0.5), "is off by"),
-    ("bubble", _bubble(fewest=lambda p, b, v: max(right_fewest(p, b, v) - 1, 1) if v == 1 else right_fewest(p, b, v)), "with a bubble of"),
+    (
+        "bubble",
+        _bubble(fewest=lambda p, b, v: max(right_fewest(p, b, v) - 1, 1) if v == 1 else right_fewest(p, b, v)),
+        "with a bubble of",
+    ),
     ("bubble", _bubble(fewest=lambda p, b, v: right_fewest(p, b, v) + 1), "'at most' includes the bound"),
     ("bubble", _bubble(fewest=lambda p, b, v: max(1, math.ceil((p - 1) * (1 - b) / (b * v)))), "in groups of `stages`"),
-    ("bubble", _bubble(fewest=lambda p, b, v: right_fewest(p, b, 1) if v == 1 else -(-right_fewest(p, b, 1) // p) * p), "leaves the chunks out"),
-    ("bubble", _bubble(fewest=lambda p, b, v: -(-right_fewest(p, b, v) // p) * p), "only interleaved schedules need them"),
+    (
+        "bubble",
+        _bubble(fewest=lambda p, b, v: right_fewest(p, b, 1) if v == 1 else -(-right_fewest(p, b, 1) // p) * p),
+        "leaves the chunks out",
+    ),
+    (
+        "bubble",
+        _bubble(fewest=lambda p, b, v: -(-right_fewest(p, b, v) // p) * p),
+        "only interleaved schedules need them",
+    ),
     ("bubble", _bubble(fewest=lambda p, b, v: float(right_fewest(p, b, v))), "of type int"),
     ("merge", merge_that(qkv="blocks"), "it is cut into query groups"),
     ("merge", merge_that(qkv="blocks a rank"), "reads each rank's linear_qkv as all q"),
@@ -575,19 +612,31 @@ WRONG = [
     ("merge", (_in_place,), "has changed"),
     ("choose_plan", plans_that(home={"dp": 4}), "there are 2 GPUs"),
     ("choose_plan", plans_that(home={"method": "full"}), "is not what is asked for"),
-    ("choose_plan", plans_that(home={"method": "lora", "strategy": "ddp", "checkpointing": "none"}), "or keep them in 4 bits"),
+    (
+        "choose_plan",
+        plans_that(home={"method": "lora", "strategy": "ddp", "checkpointing": "none"}),
+        "or keep them in 4 bits",
+    ),
     ("choose_plan", plans_that(home={"micro_batch": 16}), "do not divide the batch"),
     ("choose_plan", plans_that(home={"strategy": "single"}), "strategy='single'"),
     ("choose_plan", plans_that(home={"strategy": "fdsp"}), "fsdp"),
-    ("choose_plan", plans_that(home={"checkpointing": "full"}), "full checkpointing computes what there is room to keep"),
+    (
+        "choose_plan",
+        plans_that(home={"checkpointing": "full"}),
+        "full checkpointing computes what there is room to keep",
+    ),
     ("choose_plan", plans_that(home={"pp": 1.0}), "give a whole number"),
     ("choose_plan", (lambda task: {"dp": task.machines.gpus},), "the plan lacks"),
     ("choose_plan", plans_that(one={"strategy": "ddp"}), "share them out over the data-parallel ranks"),
     ("choose_plan", plans_that(one={"micro_batch": 8}), "a smaller micro-batch"),
     ("choose_plan", plans_that(one={"dp": 1, "tp": 8}), "tp=8 sends activations several times in each layer"),
-    ("choose_plan", plans_that(eight={"strategy": "fsdp", "dp": 64, "tp": 1, "pp": 1, "micro_batch": 4, "checkpointing": "full"}), "over RoCE"),
+    (
+        "choose_plan",
+        plans_that(eight={"strategy": "fsdp", "dp": 64, "tp": 1, "pp": 1, "micro_batch": 4, "checkpointing": "full"}),
+        "over RoCE",
+    ),
     ("choose_plan", plans_that(eight={"dp": 4, "tp": 16, "pp": 1}), "leaves the machine of 8 GPUs"),
     ("choose_plan", plans_that(eight={"dp": 64, "tp": 1, "pp": 1}), "the most are the weights"),
     ("choose_plan", plans_that(eight={"dp": 1, "tp": 1, "pp": 64}), "the most are the activations"),
     ("choose_plan", plans_that(eight={"dp": 1, "tp": 1, "pp": 81}), "there are 64 GPUs"),
-]  # fmt: skip
+]

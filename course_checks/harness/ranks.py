@@ -1,0 +1,82 @@
+"""Running a learner's code on ranks, and reading what the ranks sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from course_checks.harness.comparing import NotYet
+from course_checks.harness.guard import without_limit
+from course_lib.launch import RankFailed, Run, launch
+from course_lib.launch.rank import PEER_LOST
+from course_lib.observe import Collective
+
+TIMEOUT = 15.0  # seconds; the longest of the programs takes a second on two quiet cores, ten on busy ones
+
+
+def run_ranks(program: Callable[..., Any], *args: Any, ranks: int, timeout: float = TIMEOUT) -> Run:
+    """Run `program` on gloo ranks of one thread each.
+
+    Raises:
+        NotYet: the ranks did not come to the same collectives with tensors of the same size.
+    """
+    try:
+        with without_limit():
+            return launch(program, *args, ranks=ranks, timeout=timeout, backend="gloo", threads=1, quiet=True)
+    except RankFailed as failed:
+        message = failed.cause_message.lower()
+        if failed.cause_type == "SIGABRT" or "invalid tensor size" in message:
+            raise NotYet(
+                f"rank {failed.rank} of {ranks} was ended by gloo: the ranks come to a collective with tensors of different "
+                "lengths, or a message is longer than the tensor that should take it. What one rank sends and another "
+                "takes must have the same size on every rank; pad what does not divide"
+            ) from failed
+        if any(sign in message for sign in PEER_LOST):
+            raise NotYet(
+                f"rank {failed.rank} of {ranks} waits for a rank that has ended: every rank must make the same collective "
+                f"calls in the same order. {' '.join(str(failed).split())[:300]}"
+            ) from failed
+        raise
+
+
+def phases(run: Run, rank: int) -> list[list[Collective]]:
+    """A rank's collectives, cut at its barriers."""
+    cut: list[list[Collective]] = [[]]
+    for collective in run.collectives:
+        if collective.rank == rank:
+            if collective.kind == "barrier":
+                cut.append([])
+            else:
+                cut[-1].append(collective)
+    return cut
+
+
+def sent_between(
+    run: Run,
+    rank: int,
+    at_least: float,
+    at_most: float,
+    what: str,
+    *,
+    phase: int | None = None,
+    kinds: Iterable[str] | None = None,
+    why: str = "",
+) -> int:
+    """Bytes that a rank put into its collectives, as measured in this run.
+
+    `phase` counts from the start of the run, barrier by barrier; None takes all. `kinds` limits the collectives.
+    Raises NotYet outside of `at_least` and `at_most`; `why` is what to do about too many.
+    """
+    cut = phases(run, rank)
+    calls = [c for each in cut for c in each] if phase is None else cut[phase]
+    sent = sum(c.bytes for c in calls if c.kind != "recv" and (kinds is None or c.kind in kinds))
+    if sent > at_most:
+        raise NotYet(
+            f"rank {rank} sends {sent:,} bytes of {what}, and {at_most:,.0f} are enough{': ' + why if why else ''}"
+        )
+    if sent < at_least:
+        raise NotYet(
+            f"rank {rank} sends {sent:,} bytes of {what}, and it takes at least {at_least:,.0f}: the ranks cannot know what "
+            "nobody sent them"
+        )
+    return sent
