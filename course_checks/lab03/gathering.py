@@ -80,7 +80,7 @@ def _right_traffic(outcomes: list[dict[str, Any]], shards: list[int]) -> None:
     if total < wanted:
         raise NotYet(
             f"with shards of {sizes} elements {in_bytes(total)} cross the wire, and it takes {in_bytes(wanted)}: the shards "
-            "must travel as messages of the thread that calls your function"
+            "must travel as messages of the process group"
         )
     if len(messages) > ranks * (ranks - 1):
         raise NotYet(

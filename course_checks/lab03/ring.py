@@ -102,8 +102,8 @@ def _is_a_ring(outcomes: list[dict[str, Any]], elements: int, ranks: int) -> str
         if total < 2 * (ranks - 1) * (elements // ranks) * ITEM:
             raise NotYet(
                 f"rank {rank} of {ranks} sends {in_bytes(total)}, and a ring's 2(n-1) chunks are at least "
-                f"{in_bytes(2 * (ranks - 1) * (elements // ranks) * ITEM)}: they must travel as messages of the thread that "
-                "calls your function"
+                f"{in_bytes(2 * (ranks - 1) * (elements // ranks) * ITEM)}: they must travel as messages of "
+                "the process group"
             )
         if len(messages) > 2 * (ranks - 1):
             raise NotYet(

@@ -76,7 +76,7 @@ def _right_traffic(outcomes: list[dict[str, Any]], piece: int, ranks: int) -> st
         if total < wanted:
             raise NotYet(
                 f"rank {rank} of {ranks} sends {in_bytes(total)}, and the sums need n-1 pieces of it, {in_bytes(wanted)}: "
-                "the pieces must travel as messages of the thread that calls your function"
+                "the pieces must travel as messages of the process group"
             )
         if len(messages) > ranks - 1:
             raise NotYet(f"rank {rank} of {ranks} sends {len(messages)} messages where n-1 = {ranks - 1} are enough")

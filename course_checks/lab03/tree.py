@@ -72,7 +72,7 @@ def _right_tree(outcomes: list[dict[str, Any]], root: int) -> None:
     if num_bytes < wanted:
         raise NotYet(
             f"{where} {in_bytes(num_bytes)} are sent, and it takes {in_bytes(wanted)}: the tensor must travel as messages of "
-            "the thread that calls your function"
+            "the process group"
         )
     took = _rounds([outcome["messages"] for outcome in outcomes], root)
     if took > levels:

@@ -89,7 +89,7 @@ def _start(told: list[dict[str, Any]], rank: int, size: int) -> None:
         others = [p for p in range(size) if torch.equal(mine, told[members(rank, size)[p]]["start"][name][1])]
         if others:
             raise NotYet(
-                f"{where} is the part of the group's rank {same[0]}: this is rank {rank % size} of its group, dist.get_rank(group)"
+                f"{where} is the part of the group's rank {others[0]}: this is rank {rank % size} of its group, dist.get_rank(group)"
             )
         raise NotYet(
             f"{where} is not this rank's part of the given layer: rank r of n keeps the r-th of n equal pieces, one after the "
