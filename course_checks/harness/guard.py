@@ -13,6 +13,9 @@ from course_checks.harness.comparing import NotYet
 from course_lib.launch.failures import is_learners, place
 
 
+PLAIN = (bool, int, float, str, bytes, type(None))
+
+
 class Guarded:
     """A learner's function as a check calls it.
 
@@ -53,30 +56,31 @@ def _on_a_rank(function: Callable[..., Any]) -> Guarded:
 def snapshot(value: Any) -> Any:
     """A copy of a list, dict, set, array or tensor, and of those inside it, to compare with later."""
     if isinstance(value, (list, tuple)):
-        return [snapshot(item) for item in value]
+        return [item if type(item) in PLAIN else snapshot(item) for item in value]
     if isinstance(value, Mapping):
         return {key: snapshot(item) for key, item in value.items()}
     if isinstance(value, set):
         return set(value)
-    return _numbers(value)
+    return value if type(value) in PLAIN else _numbers(value)
 
 
 def unchanged(value: Any, before: Any) -> bool:
     """True if `value` still is what it was when `snapshot` copied it; objects of other types are not looked at."""
     if isinstance(value, (list, tuple)):
-        return len(value) == len(before) and all(map(unchanged, value, before))
+        return len(value) == len(before) and all(
+            item is then or unchanged(item, then) for item, then in zip(value, before, strict=True)
+        )
     if isinstance(value, Mapping):
         return value.keys() == before.keys() and all(unchanged(value[key], before[key]) for key in before)
     if isinstance(value, set):
         return value == before
-    now = _numbers(value)
-    return now is None if before is None else now == before
+    if type(value) in PLAIN:
+        return bool(value is before or value == before)
+    return bool(_numbers(value) == before)
 
 
 def _numbers(value: Any) -> tuple | None:
-    """Shape and bytes of a tensor or an array; a number or a text itself; None for everything else."""
-    if isinstance(value, (bool, int, float, str, bytes)):
-        return (repr(value),)
+    """Shape and bytes of a tensor or an array; None for everything else."""
     if hasattr(value, "untyped_storage"):
         if (
             value.device.type != "cpu"
