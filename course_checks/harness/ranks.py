@@ -28,7 +28,7 @@ def run_ranks(program: Callable[..., Any], *args: Any, ranks: int, timeout: floa
         if failed.cause_type == "SIGABRT" or "invalid tensor size" in message:
             raise NotYet(
                 f"rank {failed.rank} of {ranks} was ended by gloo: the ranks come to a collective with tensors of different "
-                "lengths, or a message is longer than the tensor that should take it. What one rank sends and another "
+                "lengths, or a message came that is longer than the tensor that should take it. What one rank sends and another "
                 "takes must have the same size on every rank; pad what does not divide"
             ) from failed
         if any(sign in message for sign in PEER_LOST):

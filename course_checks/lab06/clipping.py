@@ -60,7 +60,7 @@ def _clip(clip: Callable[..., Any], replicate: int, shard: int) -> list[dict[str
         dist.barrier()
         if isinstance(norm, torch.Tensor) and norm.numel() == 1:
             norm = norm.item()
-        norm = returned(norm, (int, float), "the norm")
+        norm = returned(norm, (int, float), "the norm, one number,")
         expected_norm = float(nn.utils.clip_grad_norm_(twin.parameters(), max_norm))
         off = [
             _off(p.grad.to_local(), q.grad, mesh) for p, q in zip(model.parameters(), twin.parameters(), strict=True)
