@@ -12,7 +12,6 @@ from typing import Any
 from course_checks.harness.comparing import NotYet
 from course_lib.launch.failures import is_learners, place
 
-
 PLAIN = (bool, int, float, str, bytes, type(None))
 
 
