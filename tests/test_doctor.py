@@ -32,6 +32,7 @@ def whole() -> dict[str, Finding]:
     """This machine, once; it may be busy with other tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probe, "SECONDS", 100.0)
+        patch.setattr(packages, "RANKS_SECONDS", 100.0)
         return {finding.about: finding for finding in examine()}
 
 
