@@ -218,6 +218,8 @@ _IDLE = {"RESUME", "NOP", "CACHE", "COPY_FREE_VARS", "LOAD_CONST", "POP_TOP", "R
 def _untouched(value: Any) -> bool:
     """True for a function whose whole body is `...`, `pass` or a docstring, and for a class of nothing but such."""
     if isinstance(value, type):
+        if any(base is not object and not base.__module__.startswith("torch.") for base in value.__mro__[1:]):
+            return False  # what it inherits may be the work
         methods = [method for method in vars(value).values() if isinstance(method, types.FunctionType)]
         return bool(methods) and all(map(_untouched, methods))
     if not isinstance(value, types.FunctionType):

@@ -29,7 +29,8 @@ def run_ranks(program: Callable[..., Any], *args: Any, ranks: int, timeout: floa
             raise NotYet(
                 f"rank {failed.rank} of {ranks} was ended by gloo: the ranks come to a collective with tensors of different "
                 "lengths, or a message came that is longer than the tensor that should take it. What one rank sends and another "
-                "takes must have the same size on every rank; pad what does not divide"
+                "takes must have the same size on every rank: pad what does not divide, and give every parameter its place on "
+                "every rank, also one that has no .grad there"
             ) from failed
         if any(sign in message for sign in PEER_LOST):
             raise NotYet(

@@ -135,8 +135,8 @@ def _right_traffic(told: Run, ranks: int) -> None:
     sent = sum(c.bytes for rank in range(ranks) for phase in phases(told, rank)[2:] for c in phase) / on_ranks.STEPS
     if sent < 0.95 * total:
         raise NotYet(
-            f"the ranks send {in_bytes(sent)} a step, and there are {in_bytes(total)} of updated weights: each rank must have "
-            "got the other slices from somebody, so did each update all of them?"
+            f"the ranks send {in_bytes(sent)} a step, and there are {in_bytes(total)} of updated weights: every rank "
+            "updates all of them, then, and nothing is sharded. Update this rank's slice and gather the others'"
         )
 
 
