@@ -135,7 +135,7 @@ def test_models_of_the_bubble_s_mistakes_are_right_without_one_and_no_two_look_a
 
 def test_the_bubbles_are_those_of_the_schedules_and_of_the_simulator():
     for case in bubble.PIPELINES:
-        schedule_name = "interleaved" if case.virtual_stages > 1 else "1f1b"
+        schedule_name = "interleaved" if case.chunks > 1 else "1f1b"
         assert float(bubble.true_bubble(case)) == pytest.approx(ideal_bubble(schedule_name, *case))
         assert bubble.simulated(case) == pytest.approx(float(bubble.true_bubble(case)))
 

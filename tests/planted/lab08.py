@@ -609,7 +609,7 @@ WRONG = [
     ("merge", merge_that(drop="lm_head.weight"), "lacks lm_head.weight"),
     ("merge", merge_that(dtype=torch.bfloat16), "merging computes nothing"),
     ("merge", (_ties_the_ends,), "lm_head.weight is the other end of the model"),
-    ("merge", (_in_place,), "has changed"),
+    ("merge", (_in_place,), "changes argument 1, the list that it was given"),
     ("choose_plan", plans_that(home={"dp": 4}), "there are 2 GPUs"),
     ("choose_plan", plans_that(home={"method": "full"}), "is not what is asked for"),
     (
