@@ -27,6 +27,8 @@ class Guarded:
         self.__name__ = getattr(function, "__name__", type(function).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.keeps_inputs:  # lists and dicts as copies: a check's own cases stay as they are
+            args, kwargs = copied(args), copied(kwargs)
         given = [*args, *kwargs.values()]
         before = [snapshot(value) for value in given] if self.keeps_inputs else []
         try:
@@ -50,6 +52,15 @@ class Guarded:
 
 def _on_a_rank(function: Callable[..., Any]) -> Guarded:
     return Guarded(function, keeps_inputs=False)
+
+
+def copied(value: Any) -> Any:
+    """`value` with fresh lists, dicts and sets; what they hold is shared, so that tensors keep their graph."""
+    if type(value) in (list, tuple, set):
+        return type(value)(item if type(item) in PLAIN else copied(item) for item in value)
+    if type(value) is dict:
+        return {key: copied(item) for key, item in value.items()}
+    return value
 
 
 def snapshot(value: Any) -> Any:

@@ -30,7 +30,7 @@ def packing(pack: Callable[..., Any], epoch: Callable[..., Any]) -> str:
     cases = epochs()
     told = [epoch(list(lengths), *plan) for lengths, plan in cases]
     for value in told:
-        value = returned(value, (tuple, list), "what epoch() gives")
+        value = returned(value, (tuple, list), "what epoch() gives, two numbers,")
         if len(value) != 2:
             raise NotYet(f"epoch() should return (steps, padding), two numbers, not {str(value)[:60]}")
         returned(value[0], int, "the steps of an epoch")

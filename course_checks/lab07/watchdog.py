@@ -47,7 +47,9 @@ def _watch(hung: Callable[..., Any], trace: Trace) -> int:
 
 
 def _ranks(value: Any) -> set[int]:
-    value = returned(value, (list, set, tuple, frozenset), "the ranks that hang")
+    value = returned(
+        value, (list, set, tuple, frozenset), "what hung() gives, the ranks that hang or [] while all is well,"
+    )
     if any(not isinstance(rank, int) for rank in value):
         raise NotYet(
             f"hung() should return the ranks that hang, like [2], or [] while all is well, not {str(value)[:60]}"
