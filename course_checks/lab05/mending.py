@@ -32,7 +32,7 @@ COLLEAGUES: Config = {
 }
 
 
-@lab.exercise("A configuration, mended", importance=4, difficulty=2, minutes=15)
+@lab.exercise("A configuration, mended", importance=4, difficulty=2, minutes=15, keeps_inputs=False)
 def mended_config(mend: Callable[..., Any]) -> str:
     """DeepSpeed runs it on two ranks, and it is the training that was asked for: stage 2, the optimizer on the host."""
     given = copy.deepcopy(COLLEAGUES)
