@@ -232,7 +232,7 @@ def test_what_is_no_notebook(tree, text):
 
 
 def test_the_check_module_must_be_there_and_match(tree, checks):
-    with pytest.raises(ValueError, match="write course_lib/checks/lab97.py"):
+    with pytest.raises(ValueError, match="write course_checks/lab97.py"):
         labs.render(write(tree, notebook(), "97_none"))
     with pytest.raises(ValueError, match="named like"):
         labs.render(write(tree, notebook(), "none"))

@@ -1,5 +1,8 @@
 """What all checks share: the contract, the guard, comparisons, fresh values, and running a learner's code on ranks."""
 
+import importlib
+from typing import Any
+
 from course_checks.harness.checking import Exercise, Lab, Verdict, judge
 from course_checks.harness.comparing import (
     ATOL,
@@ -17,8 +20,6 @@ from course_checks.harness.comparing import (
 from course_checks.harness.guard import snapshot, time_limit, unchanged, without_limit
 from course_checks.harness.mistakes import explains, named_mistake
 from course_checks.harness.ranks import TIMEOUT, phases, run_ranks, sent_between
-from course_checks.harness.tensors import LiveTensors, bytes_behind_views, live_bytes, settled_bytes, tensors_in
-from course_checks.harness.values import fresh, fresh_seed, named_seed
 
 __all__ = [
     "ATOL",
@@ -55,3 +56,16 @@ __all__ = [
     "unchanged",
     "without_limit",
 ]
+
+_WITH_TORCH = {
+    "tensors": ("LiveTensors", "bytes_behind_views", "live_bytes", "settled_bytes", "tensors_in"),
+    "values": ("fresh", "fresh_seed", "named_seed"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs PyTorch when it is first asked for: a score is shown without it."""
+    for module, names in _WITH_TORCH.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from course_checks.harness.comparing import NotYet
 from course_checks.harness.guard import without_limit
 from course_lib.launch import RankFailed, Run, launch
 from course_lib.launch.rank import PEER_LOST
-from course_lib.observe import Collective
+
+if TYPE_CHECKING:
+    from course_lib.observe import Collective
 
 TIMEOUT = 15.0  # seconds; the longest of the programs takes a second on two quiet cores, ten on busy ones
 
