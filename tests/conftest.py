@@ -53,14 +53,15 @@ def one_thread():
 def launch_leftovers(folder: str) -> list[str]:
     """Descendants of this process, other than the warm server and the tracker, and whatever lies in the folder.
 
-    Python's own folder for its server's socket, pytest's for tmp_path and PyTorch's cache of compiled code may stay.
+    What may stay: Python's own folder for its server's socket, pytest's for tmp_path, PyTorch's cache of compiled code, and
+    the folder of logs that torchrun makes and never removes.
     """
     servers = {
         multiprocessing.forkserver._forkserver._forkserver_pid,
         multiprocessing.resource_tracker._resource_tracker._pid,
     }
     left = [str(p) for p in psutil.Process().children(recursive=True) if p.pid not in servers]
-    may_stay = ("pymp-", "pytest-", "torchinductor_")
+    may_stay = ("pymp-", "pytest-", "torchinductor_", "torchelastic_")
     return left + [path for path in glob.glob(f"{folder}/*") if not os.path.basename(path).startswith(may_stay)]
 
 

@@ -107,7 +107,7 @@ def test_states_under_every_stage() -> None:
         (lambda: mfu(LLAMA, float("nan"), seq_len=8, peak=1e14), "tokens_per_second=nan: give a number above 0."),
         (lambda: states.state_bytes(10, stage=4), "stage=4 is no choice: choose one of 0, 1, 2, 3."),
         (lambda: states.fsdp_peak_parameters([], 2), "units is empty: give the number of elements of each FSDP unit."),
-        (lambda: bus_factor("allreduce", 2), "collective='allreduce' is not known: did you mean 'all_reduce'?"),
+        (lambda: bus_factor("allreduce", 2), "collective='allreduce' is no choice: did you mean 'all_reduce'?"),
         (lambda: bus_factor("all_reduce", 0), "ranks=0: give a whole number of at least 1."),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from course_lib import models
-from course_lib.models import smollm2_weights
+from course_lib.models import loading, smollm2_weights
 
 TEXT = "à la carte, 日本 🙂\n  two  spaces, 2024\t~\x00"
 
@@ -189,7 +189,7 @@ def test_smollm2_without_package_and_offline_says_what_to_type(no_package, monke
 
 
 def test_a_hub_that_never_answers_is_left_soon(no_package, hub, monkeypatch):
-    monkeypatch.setattr(models, "HUB_SECONDS", 0.5)
+    monkeypatch.setattr(loading, "HUB_SECONDS", 0.5)
     hub.answer = (None, "")
     models.tiny_llama()  # so that no import is timed
     started = time.perf_counter()
@@ -199,7 +199,7 @@ def test_a_hub_that_never_answers_is_left_soon(no_package, hub, monkeypatch):
 
 
 def test_a_name_server_that_never_answers_is_left_soon(no_package, hub, monkeypatch):
-    monkeypatch.setattr(models, "HUB_SECONDS", 0.5)
+    monkeypatch.setattr(loading, "HUB_SECONDS", 0.5)
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *args, **options: time.sleep(6))
     models.tiny_llama()
     started = time.perf_counter()

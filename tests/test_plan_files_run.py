@@ -84,9 +84,9 @@ def by_the_module(folder):
     for step in range(SIZES["steps"]):
         batch = sample_batch(step, global_batch=8, seq_len=32, rank=rank, world_size=fsdp_plan.RANKS)
         total = torch.zeros(())
-        for i, part in enumerate(batch.chunk(fsdp_plan.ACCUMULATE)):
-            model.set_requires_gradient_sync(i == fsdp_plan.ACCUMULATE - 1)
-            loss = model(input_ids=part, labels=part).loss / fsdp_plan.ACCUMULATE
+        for i, part in enumerate(batch.chunk(fsdp_plan.GRADIENT_ACCUMULATION_STEPS)):
+            model.set_requires_gradient_sync(i == fsdp_plan.GRADIENT_ACCUMULATION_STEPS - 1)
+            loss = model(input_ids=part, labels=part).loss / fsdp_plan.GRADIENT_ACCUMULATION_STEPS
             loss.backward()
             total += loss.detach()
         optimizer.step()

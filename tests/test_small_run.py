@@ -82,11 +82,11 @@ def test_the_split_stays_and_the_losses_are_one_rank_s(name, runs, oracle):
 
 def test_the_sentence_says_what_was_shrunk_and_what_is_unlike(runs):
     said = runs["three_d"].sentence
-    assert said.startswith("Full training by ZeRO-1 ran on 4 CPU ranks (TP 2 x PP 2) with ")
+    assert said.startswith("Full training by ZeRO-1 ran on 4 CPU ranks (PP 2 x TP 2) with ")
     for words in (
         "llama-3.1-405b to the tiny Llama",
         "bf16-mixed to fp32",
-        "DP 128 x TP 8 x PP 16 to TP 2 x PP 2",
+        "PP 16 x DP 128 x TP 8 to PP 2 x TP 2",
         "4 virtual stages per rank to 1",
         "2,048 sequences of 8,192 tokens a step to 8 of 32",
         "keeps all activations",
@@ -171,5 +171,5 @@ def test_bad_input(how, sentence):
 def test_a_plan_that_nothing_here_runs():
     with pytest.raises(ValueError, match="lora under data parallelism and FSDP, not with tp=2"):
         small_run.run(a_plan("single", dp=1, tp=2, method="lora", **LLAMA))
-    with pytest.raises(ValueError, match="on the host together or not at all"):
+    with pytest.raises(ValueError, match="parameters, gradients and optimizer together or not at all"):
         small_run.run(a_plan("fsdp", offload="optimizer"))

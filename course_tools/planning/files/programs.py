@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from course_lib.choices import STRATEGIES
+from course_lib.choices import STRATEGIES, why_not
 from course_tools.planning.files.facts import Refused, megatron, zero_stage
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
         ValueError: no program of the course runs such a plan; the words say why (`writing.files` adds what does).
     """
     given: dict[str, Any] = {"steps": steps, "global_batch": plan.global_batch, "seq_len": plan.seq_len}
+    if reason := why_not(strategy=plan.strategy, offload=plan.offload):
+        raise Refused(reason.removesuffix("."))
     split = [axis for axis in ("tp", "pp", "cp") if getattr(plan, axis) > 1]
     if plan.method != "full" and split:
         raise Refused(
