@@ -134,7 +134,10 @@ def test_three_kills_lose_nothing_beyond_the_last_checkpoint(undisturbed, tmp_pa
     assert last.losses == undisturbed.losses and last.extra["fingerprint"] == undisturbed.extra["fingerprint"]
     assert [event["step"] for event in read(folder) if event["event"] == "start"] == [0, *(step for step, _ in found)]
     # Rank 0 may be ended before it has written down update 6, behind which rank 1 died.
-    assert found[0] in ((6, 5), (6, 6)) and all(done + 1 - step <= HOW["save_every"] for step, done in found), (found, parts)
+    assert found[0] in ((6, 5), (6, 6)) and all(done + 1 - step <= HOW["save_every"] for step, done in found), (
+        found,
+        parts,
+    )
     steps = [step for step, _ in found]
     assert steps == sorted(steps) and not [name for name in os.listdir(folder) if ".part-" in name]
 
