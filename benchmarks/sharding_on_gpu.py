@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-MIB = 2**20
+from course_lib.units import MIB
 
 
 def on_gpu(shape: Any, method: str, steps: int, seq_len: int, micro_batch: int) -> dict[str, Any]:

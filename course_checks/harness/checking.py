@@ -15,7 +15,6 @@ verdict that names the learner's line. A wrong signature, type or dtype becomes 
 
 from __future__ import annotations
 
-import difflib
 import dis
 import functools
 import html
@@ -35,6 +34,7 @@ from course_lib.launch import RankFailed, RanksHung
 from course_lib.launch.failures import is_learners, place
 from course_lib.launch.threads import one_thread
 from course_lib.notebook import progress
+from course_lib.validation import did_you_mean
 
 Status = Literal["passed", "not attempted", "not yet"]
 COLOURS: dict[str, str] = {"passed": "#2e7d32", "not attempted": "#757575", "not yet": "#b26a00"}
@@ -277,7 +277,7 @@ class Lab:
         exercises = vars(self).get("exercises", {})
         if name in exercises:
             return exercises[name]
-        near = difflib.get_close_matches(name, exercises, 1)
+        near = did_you_mean(name, exercises, cutoff=0.6)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise AttributeError(f"this lab has no exercise {name!r}{hint}")
 

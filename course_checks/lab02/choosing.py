@@ -9,8 +9,7 @@ from typing import Any
 
 from course_checks.harness import NotYet, returned
 from course_checks.lab02.common import lab
-
-MIB = 2**20
+from course_lib.units import MIB
 
 
 @dataclass(frozen=True)

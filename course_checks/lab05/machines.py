@@ -7,13 +7,13 @@ from functools import lru_cache
 
 from course_lib.collectives.links import link
 from course_lib.memory import card, estimate, shape_of
+from course_lib.units import GIB
 
 Setting = tuple[int, str]  # ZeRO's stage; what lies on the host: "none", "optimizer" or "all"
 SETTINGS: tuple[Setting, ...] = ((1, "none"), (2, "none"), (2, "optimizer"), (3, "none"), (3, "optimizer"), (3, "all"))
 # Bytes a parameter on the host, all ranks of it together, as DeepSpeed's own estimate_zero2_… and estimate_zero3_model_
 # states_mem_needs count them, without their safety factor of 1.5.
 ON_HOST = {"none": 0, "optimizer": 16, "all": 18}
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from course_checks.harness import NotYet, returned
 from course_checks.lab08.common import lab
+from course_lib.units import GIB
 
 if TYPE_CHECKING:  # imported where they are used: every rank of this lab imports this module
     from course_lib.memory import Breakdown
@@ -17,7 +18,6 @@ if TYPE_CHECKING:  # imported where they are used: every rank of this lab import
     from course_tools.planning.question import Question
 
 FACTOR = 1.15  # a plan may take so many times the seconds of the fastest one
-GIB = 2**30
 KEYS = ("method", "strategy", "dp", "tp", "pp", "micro_batch", "checkpointing")
 SAID = {
     "weights": "the weights",
