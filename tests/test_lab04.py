@@ -17,7 +17,7 @@ def warm_ranks():
 
 
 class TestChecks(Contract):
-    lab, planted, seconds = lab, planted, 10.0
+    lab, planted = lab, planted
     fewest = 3
 
 

@@ -3,7 +3,6 @@
 import http.server
 import importlib.util
 import threading
-import time
 
 import pytest
 import torch
@@ -26,23 +25,13 @@ def test_tiny_llama_is_the_same_for_the_same_seed_and_draws_nothing_from_the_cal
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    started = time.perf_counter()
     model = models.tiny_llama(seed=1)
-    seconds = time.perf_counter() - started
     assert torch.equal(torch.rand(3), expected)
     torch.manual_seed(99)
     assert same_weights(model, models.tiny_llama(seed=1))
     assert not same_weights(model, models.tiny_llama(seed=2))
     assert sum(p.numel() for p in model.parameters()) == 803_968
     assert model.config._attn_implementation == "sdpa" and model.config.use_cache is False
-    assert seconds < 15  # with the import of transformers, where this test comes first
-
-
-def test_tiny_llama_builds_in_well_under_a_second_once_imported():
-    models.tiny_llama()
-    started = time.perf_counter()
-    models.tiny_llama()
-    assert time.perf_counter() - started < 0.9
 
 
 def test_tiny_llama_on_meta_holds_no_storage_and_leaves_the_default_device_alone():
@@ -148,7 +137,7 @@ def hub(monkeypatch):
         def do_HEAD(self):
             status, code = server.answer
             if status is None:
-                server.hang.wait(20)
+                server.hang.wait()
                 return
             self.send_response(status)
             self.send_header("X-Error-Code", code)
@@ -190,21 +179,15 @@ def test_smollm2_without_package_and_offline_says_what_to_type(no_package, monke
 
 def test_a_hub_that_never_answers_is_left_soon(no_package, hub, monkeypatch):
     monkeypatch.setattr(loading, "HUB_SECONDS", 0.5)
-    hub.answer = (None, "")
-    models.tiny_llama()  # so that no import is timed
-    started = time.perf_counter()
+    hub.answer = (None, "")  # until the test is over: whoever waits for it waits in vain
     said = refusal("smollm2")
-    assert time.perf_counter() - started < 3
     assert models.INSTALL in said and "cannot be reached" in said
 
 
 def test_a_name_server_that_never_answers_is_left_soon(no_package, hub, monkeypatch):
     monkeypatch.setattr(loading, "HUB_SECONDS", 0.5)
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *args, **options: time.sleep(6))
-    models.tiny_llama()
-    started = time.perf_counter()
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *args, **options: hub.hang.wait())
     assert "no answer within 0.5 s" in refusal("HuggingFaceTB/SmolLM2-360M-Instruct")
-    assert time.perf_counter() - started < 3
 
 
 @pytest.mark.parametrize(

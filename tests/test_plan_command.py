@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -142,10 +141,5 @@ def test_bad_input_is_one_sentence_and_code_2(
 def test_it_starts_without_torch(tmp_path: Path) -> None:
     code = "import sys; from course_tools.planning.plan_command import main; code = main(sys.argv[1:]); print('torch' in sys.modules, code)"
     argv = [*SMALL, "--write", "axolotl", "--out", str(tmp_path)]
-    seconds = []
-    for _ in range(2):
-        began = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=ROOT)
-        seconds.append(time.perf_counter() - began)
-        assert done.stdout.splitlines()[-1] == "False 0", done.stderr
-    assert min(seconds) < 5, f"{min(seconds):.2f} s; alone on a machine it is under 1 s"
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "False 0", done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -135,26 +134,11 @@ def test_bounds_are_never_above_the_estimate(asked) -> None:
 def test_the_questions_of_the_issue_are_answered() -> None:
     one = plan("llama-2-7b", "rtx4090", global_batch=16, seq_len=512, methods=("qlora",))
     assert one.best.strategy == "single" and one.best.method == "qlora" and one.best.memory_bytes <= 24 * GIB
-    for _ in range(3):  # CPU seconds, the quickest of three: other people's work does not count
-        started = time.process_time()
-        answer = plan(**FRONTIER, tokens=15.6e12)
-        spent = time.process_time() - started
-        if spent < 0.5:
-            break
-    assert answer.searched > 10_000 and spent < 3.0  # 0.1 s here; benchmarks/planner.py measures it
+    answer = plan(**FRONTIER, tokens=15.6e12)
+    assert answer.searched > 10_000
     best = min((found for found in answer.plans if found.method == "full"), key=lambda found: found.step_seconds)
     assert best.gpus == 16_384 and best.memory_bytes <= 80 * GIB and best.tp <= 8
     assert 0.35 < best.mfu < 0.55 and 30 < best.days < 110  # Meta's own took 54 days at 38 to 43 %
-
-
-def test_a_laptop_sized_question_takes_no_time() -> None:
-    plan(**HOME)  # the first one works out the tapes of its blocks
-    taken = []
-    for _ in range(5):
-        started = time.process_time()
-        plan(**HOME)
-        taken.append(time.process_time() - started)
-    assert min(taken) < 0.15  # 0.02 s here; benchmarks/planner.py measures it
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:

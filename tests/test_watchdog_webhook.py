@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -28,7 +27,7 @@ class Receiver:
                 receiver.calls += 1
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if code is None:
-                    receiver.over.wait(20)
+                    receiver.over.wait()
                     return
                 if code == 200:
                     receiver.got.append(body)
@@ -51,19 +50,18 @@ class Receiver:
         self.server.server_close()
 
 
-def bark(tmp_path, url: str, **options) -> tuple[Watchdog, list[str], float]:
+def bark(tmp_path, url: str, **options) -> tuple[Watchdog, list[str]]:
     """A watchdog that misses its rank at once, and is left as soon as it has said so."""
     told: list[str] = []
     with Watchdog(tmp_path, ranks=1, webhook=url, tell=told.append, start_within=0.05, name="run 7", **options) as dog:
-        assert dog.wait(5)
-        began = time.monotonic()
+        assert dog.wait(60)
     assert not [thread for thread in threading.enumerate() if thread.name in ("watchdog", "webhook")]
-    return dog, told, time.monotonic() - began
+    return dog, told
 
 
 def test_the_alarm_arrives_also_at_the_second_attempt(tmp_path):
     with Receiver(500, 200) as chat:
-        dog, told, _ = bark(tmp_path, chat.url, back_off=0.05)
+        dog, told = bark(tmp_path, chat.url, back_off=0.05)
     assert chat.got == [{"text": f"run 7: {dog.alarms[0].sentence}"}] and chat.calls == 2
     assert told == [dog.alarms[0].sentence]
 
@@ -75,8 +73,8 @@ def test_the_alarm_arrives_also_at_the_second_attempt(tmp_path):
 )
 def test_a_receiver_that_fails_is_told_once_and_holds_up_nobody(tmp_path, codes, calls, reason):
     with Receiver(*codes) as chat:
-        dog, told, seconds = bark(tmp_path, chat.url, back_off=0.05, timeout=0.5)
-    assert seconds < 2 and chat.calls == calls
+        dog, told = bark(tmp_path, chat.url, back_off=0.05, timeout=0.5)
+    assert chat.calls == calls
     assert told[0] == dog.alarms[0].sentence  # the alarm itself did not wait
     assert len(told) == 2 and reason in told[1] and "SECRET" not in told[1]
 
@@ -84,8 +82,8 @@ def test_a_receiver_that_fails_is_told_once_and_holds_up_nobody(tmp_path, codes,
 def test_a_refused_port_is_told(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
-        _, told, seconds = bark(tmp_path, f"http://127.0.0.1:{taken.getsockname()[1]}/", attempts=2, back_off=0.05)
-    assert seconds < 2 and "refused" in told[1]
+        _, told = bark(tmp_path, f"http://127.0.0.1:{taken.getsockname()[1]}/", attempts=2, back_off=0.05)
+    assert "refused" in told[1]
 
 
 @pytest.mark.parametrize(
@@ -110,9 +108,8 @@ def test_handing_over_never_waits_and_discord_has_its_own_key(monkeypatch):
         with pytest.raises(OSError):
             webhook.post(url, "rank 1 hangs")
     assert sent == [{"content": "rank 1 hangs"}, {"text": "rank 1 hangs"}]
-    messenger = webhook.Messenger("https://notdiscord.com/", lambda _: None, back_off=60)
-    began = time.monotonic()
+    messenger = webhook.Messenger("https://notdiscord.com/", lambda _: None, back_off=1e6)
     for _ in range(webhook.QUEUE_LENGTH + 50):
         messenger.send("x")
     messenger.close()
-    assert time.monotonic() - began < 15 and messenger.lost >= 49
+    assert messenger.lost >= 49
