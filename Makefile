@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-venv setup-active lab proof test lesson lesson-number labs site bench lint clean FORCE
+.PHONY: help setup setup-venv setup-active lab proof test test-browser test-all lines lesson lesson-number labs site bench lint clean FORCE
 
 # python3.11 first: it is the version that the tests were run with.
 PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3)
@@ -42,7 +42,7 @@ help: ## show this list
 	@echo "  ENV=active         use the active conda, Colab or venv environment instead of .venv; its torch stays as it is"
 	@echo "  PYTHON=python3.12  the Python (3.11 to 3.13) that .venv is made with"
 	@echo "  NO_BROWSER=1       with lab: print the address instead of opening a browser; LAB_ARGS='--port 9999' goes to JupyterLab"
-	@echo "  TEST_ARGS='-k x'   with test: goes to pytest"
+	@echo "  TEST_ARGS='-k x'   with test: goes to pytest, which then runs one file after the other"
 
 # ---- Setting up ----------------------------------------------------------------------------------------------------
 
@@ -188,26 +188,33 @@ lesson-number:
 TEST_ENV = BEYOND_ONE_GPU_HOME="$$PWD/build/test/home" BEYOND_ONE_GPU_CACHE="$$PWD/build/test/cache" \
 	IPYTHONDIR="$$PWD/build/test/ipython" JUPYTER_CONFIG_DIR="$$PWD/build/test/jupyter" \
 	JUPYTER_DATA_DIR="$$PWD/build/test/jupyter-data" MPLCONFIGDIR="$$PWD/build/test/matplotlib" \
-	HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-PYTEST = $(TEST_ENV) $(RUN) -m pytest -q --durations=15 -o junit_family=xunit1
-REPORTS := build/test/tests.xml build/test/lessons.xml
+	HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
+PYTEST = $(TEST_ENV) $(RUN) -m pytest -q --durations=25 -o junit_family=xunit1
+REPORT := build/test/report.xml
 SUMMARY := build/test/summary.txt
 
-# Three files at a time, for much of a test is waiting; the lessons, whose cells measure, one after the other. They too
-# run in a worker: a test that cannot be stopped takes its worker with it, and pytest goes on and names it.
+# One pool, four files at a time, for much of a test is waiting; one thread each, for the cores are shared. The lessons
+# come first, being the longest. A test that cannot be stopped takes its worker with it, and pytest goes on and names it.
 # Ctrl-C ends everything, once pytest has ended what it started. What failed runs once more, alone: tests/summary.py.
-test: setup ## set up and run every test; no network is needed after the set-up
-	@mkdir -p build/test; rm -f $(SUMMARY) $(REPORTS)
+test: setup ## set up and run every test and notebook; no network is needed after the set-up
+	@mkdir -p build/test; rm -f $(SUMMARY) $(REPORT)
 ifeq ($(TEST_ARGS),)
-	@trap 'exit 130' INT; \
-	echo "1 of 2: tests, labs and solutions"; tests=0; \
-	$(PYTEST) --junitxml=$(word 1,$(REPORTS)) -n 3 --dist loadfile tests labs solutions || tests=$$?; \
-	echo "2 of 2: the lessons"; lessons=0; \
-	$(PYTEST) --junitxml=$(word 2,$(REPORTS)) -n 1 --dist loadfile lessons || lessons=$$?; \
-	$(TEST_ENV) $(RUN) tests/summary.py $(SUMMARY) $(word 1,$(REPORTS)) $$tests $(word 2,$(REPORTS)) $$lessons
+	@trap 'exit 130' INT; code=0; \
+	$(PYTEST) --junitxml=$(REPORT) -n 4 --dist loadfile --no-loadscope-reorder --ignore=tests/browser \
+		lessons solutions tests labs || code=$$?; \
+	$(TEST_ENV) $(RUN) tests/summary.py $(SUMMARY) $(REPORT) $$code
 else
 	@$(PYTEST) $(TEST_ARGS)
 endif
+
+test-browser: setup ## what needs Chromium: the site, JupyterLab, slides
+	@$(PYTEST) -n 2 --dist loadfile tests/browser
+
+test-all: setup ## test and test-browser, then the suite on every other Python and PyTorch that can be had; takes hours
+	@tests/matrix.sh
+
+lines: setup ## lines of each room, beside what they may be and what they should become
+	@$(PY) tests/lines.py
 
 labs: setup ## write labs/ again from solutions/, and the tables of lessons from the course map
 	@$(PY) -m classroom.authoring.labs

@@ -26,14 +26,12 @@ def race(sizes: list[int], rounds: int) -> tuple[dict[str, dict[int, list[float]
     import torch
     import torch.distributed as dist
 
-    from course_lib.collectives.by_hand import Traffic, naive, recursive_doubling, ring, tree
+    from course_lib.collectives.by_hand import Traffic, naive, ring
 
     racers = {
         "dist.all_reduce": dist.all_reduce,
         "ring": ring.all_reduce,
         "ring, check=False": functools.partial(ring.all_reduce, check=False),
-        "recursive doubling": recursive_doubling.all_reduce,
-        "tree": tree.all_reduce,
         "naive": naive.all_reduce,
     }
     took: dict[str, dict[int, list[float]]] = {name: {size: [] for size in sizes} for name in racers}

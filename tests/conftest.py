@@ -74,22 +74,3 @@ def no_leftovers(private_tmp):
     while (left := set(launch_leftovers(private_tmp)) - before) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
-
-
-@pytest.fixture(scope="session", autouse=True)
-def figures_are_read_without_colour():
-    """Every figure that a test has drawn for a page is looked at: no legend may need its colours."""
-    from course_lib.figures import style
-
-    drawn = style.png
-
-    def png(figure):
-        from readable import told_apart_in_grey
-
-        problems = told_apart_in_grey(figure)
-        assert not problems, problems
-        return drawn(figure)
-
-    style.png = png
-    yield
-    style.png = drawn

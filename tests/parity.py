@@ -8,18 +8,19 @@ or more. Adam hardly sees a factor in all gradients; plain SGD with a large lear
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import cloudpickle
+import refusals
 import torch
 
 from course_lib.launch import launch
 from course_lib.launch.threads import one_thread
 from course_lib.models.data import sample_batch
 
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not find the tests
+for module in (sys.modules[__name__], refusals):  # ranks need not find the tests
+    cloudpickle.register_pickle_by_value(module)
 
 TOLERANCE = 1e-5
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -57,15 +58,11 @@ def off_by(actual: list[float], expected: list[float]) -> float:
     return max(abs(a / b - 1) for a, b in zip(actual, expected, strict=True))
 
 
-def refusals(calls: Mapping[str, Callable[[], Any]]) -> dict[str, str]:
-    """What each call raises, as "ValueError: ..."; "nothing" where it raises nothing."""
-    messages = dict.fromkeys(calls, "nothing")
-    for name, call in calls.items():
-        try:
-            call()
-        except (ValueError, RuntimeError) as error:
-            messages[name] = f"{type(error).__name__}: {error}"
-    return messages
+def assert_same_training(outcomes: list[Any], losses: list[float], name: str, tolerance: float = TOLERANCE) -> None:
+    """The outcome of each rank against the first of one rank's losses."""
+    for rank, outcome in enumerate(outcomes):
+        assert (outcome.rank, outcome.world_size) == (rank, len(outcomes)), name
+        assert off_by(outcome.losses, losses[: len(outcome.losses)]) < tolerance, (name, rank)
 
 
 def train_each(train: Callable[..., Any], settings: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -77,21 +74,33 @@ def train_each(train: Callable[..., Any], settings: Mapping[str, dict[str, Any]]
 class Runs(dict):
     """Launches of `train` by number of ranks, each started when it is first asked for.
 
-    ``runs[2].results[rank][name]`` is the outcome of ``settings[2][name]``, which override `sizes`.
+    `settings[ranks][name]` are arguments, which override `sizes`.
     """
 
     def __init__(self, train: Callable[..., Any], settings: Mapping[int, Mapping[str, dict]], sizes: dict) -> None:
-        self.train, self.settings, self.sizes = train, settings, sizes
+        self.train, self.sizes = train, sizes
+        self.settings = {
+            ranks: {name: {**sizes, **how} for name, how in by_name.items()} for ranks, by_name in settings.items()
+        }
 
     def __missing__(self, ranks: int) -> Any:
-        settings = {name: {**self.sizes, **how} for name, how in self.settings[ranks].items()}
-        self[ranks] = launch(train_each, self.train, settings, ranks=ranks, quiet=True, timeout=280)
+        self[ranks] = launch(train_each, self.train, self.settings[ranks], ranks=ranks, quiet=True, timeout=280)
         return self[ranks]
 
+    def outcomes(self, ranks: int, name: str) -> list[Any]:
+        """By rank."""
+        return [results[name] for results in self[ranks].results]
 
-def last_step(run: Any, rank: int) -> Counter:
-    """(kind, bytes, group) -> how often, in a rank's last step; every step ends with a report of 4 bytes to all."""
-    calls = [c for c in run.collectives if c.rank == rank]
-    everyone = len(run.results)
-    ends = [i for i, c in enumerate(calls) if (c.kind, c.bytes, len(c.group)) == ("all_reduce", 4, everyone)]
-    return Counter((c.kind, c.bytes, c.group) for c in calls[ends[-2] + 1 : ends[-1]])
+    def every(self) -> Iterator[tuple[int, str, dict[str, Any], list[Any]]]:
+        """(ranks, name, arguments, outcomes by rank) of each setting."""
+        for ranks, by_name in self.settings.items():
+            for name, how in by_name.items():
+                yield ranks, name, how, self.outcomes(ranks, name)
+
+    def last_step(self, ranks: int, name: str, rank: int) -> list[Any]:
+        """A rank's collectives in the last step of a setting. Every step ends with a report of 4 bytes to all."""
+        calls = [c for c in self[ranks].collectives if c.rank == rank]
+        reports = [i for i, c in enumerate(calls) if (c.kind, c.bytes, len(c.group)) == ("all_reduce", 4, ranks)]
+        names = list(self.settings[ranks])
+        end = sum(self.settings[ranks][before]["steps"] for before in names[: names.index(name) + 1])
+        return calls[reports[end - 2] + 1 : reports[end - 1]]

@@ -1,4 +1,4 @@
-"""Plans for the tests of what a plan becomes: made by hand, so that a change of the planner's mind changes none of them."""
+"""Plans for the tests of what a plan becomes: made by hand, so that a change of the planner changes none of them."""
 
 from __future__ import annotations
 
@@ -42,3 +42,9 @@ def a_plan(
 
 
 LLAMA = dict(model="llama-3.1-8b", on="2xh100-80gb", precision="bf16-mixed", seq_len=2048)
+HUGE = a_plan(
+    "zero1",
+    **LLAMA
+    | dict(model="llama-3.1-405b", on="2048x8xh100-80gb", seq_len=8192, micro_batch_size=1, num_microbatches=16),
+    **dict(dp=128, tp=8, pp=16, virtual_stages=4, sequence_parallel=True, activation_checkpointing="selective"),
+)

@@ -1,6 +1,6 @@
 """Sum up runs of pytest, give each failure a second chance, and end with ``N passed, N failed, N skipped``.
 
-    python tests/summary.py summary.txt library.xml 0 lessons.xml 1
+    python tests/summary.py summary.txt report.xml 1
 
 Each run is named by its report (``pytest --junitxml=FILE -o junit_family=xunit1``) and its exit code. What failed runs
 once more, alone: a test by its name, a notebook as a whole. What passes then counts as passed and is listed as "passed
@@ -27,7 +27,8 @@ MANY = 10  # tests and notebooks beyond which nothing runs again: something is b
 class Report:
     """What one run of pytest says."""
 
-    seconds: float = 0.0
+    seconds: float = 0.0  # from its start to its end
+    work: dict[str, float] = field(default_factory=lambda: {"tests": 0.0, "notebooks": 0.0})  # seconds, workers summed
     passed: set[str] = field(default_factory=set)
     skipped: set[str] = field(default_factory=set)
     failed: dict[str, str] = field(default_factory=dict)  # name -> the first line of why
@@ -47,6 +48,7 @@ def read(path: Path, exit_code: int) -> Report:
     for case in root.iter("testcase"):
         name, file = _name(case), case.get("file", "")
         seen.add(name)
+        report.work["notebooks" if file.endswith(".ipynb") else "tests"] += float(case.get("time", 0))
         for outcome in case:
             if outcome.tag in ("failure", "error"):
                 report.failed.setdefault(name, _reason(outcome))
@@ -105,9 +107,11 @@ def main(summary: str, *runs: str) -> int:
             alone[again] = next(failed[name] for name in failed if target.get(name) == again)
     failed_twice = {name: why for name, why in failed.items() if target.get(name) not in alone}
 
-    minutes = [f"{Path(path).stem} {report.seconds / 60:.1f}" for path, report in reports.items()]
-    minutes.append(f"second chances {(time.monotonic() - began) / 60:.1f}")
-    lines = [f"Minutes: {', '.join(minutes)}"]
+    work = {kind: sum(report.work[kind] for report in reports.values()) for kind in ("tests", "notebooks")}
+    seconds = sum(report.seconds for report in reports.values())
+    chances = f"second chances {(time.monotonic() - began) / 60:.1f}"
+    spent = ", ".join(f"{kind} {seconds_of_kind / 60:.1f}" for kind, seconds_of_kind in work.items())
+    lines = [f"Minutes: {seconds / 60:.1f} (the workers' sums: {spent}), {chances}"]
     lines += [f"passed alone: {name}, first: {why}" for name, why in alone.items()]
     lines += [f"FAILED {name}: {why}" for name, why in failed_twice.items()]
     if len(alone) > LIMIT:

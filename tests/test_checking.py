@@ -1,19 +1,26 @@
 """What comes out of a check: one of three words, the learner's own line, and never the course's own bug as theirs."""
 
+import functools
 import linecache
+import math
+import subprocess
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from refusals import assert_refused
 
 import course_checks
-from course_checks.harness.checking import Lab, NotYet, Verdict, close, returned
-from course_checks.harness.ranks import sent_between
-from course_checks.harness.values import fresh, named_seed
-from course_lib.launch import RankFailed, RanksHung
+from course_checks import lab01, lab04
+from course_checks.harness import checking, ranks
+from course_checks.harness.checking import Lab, NotYet, Verdict, close, ratio_hint, returned
+from course_lib.launch import RankFailed, RanksHung, launch
 from course_lib.notebook import progress
-from course_lib.observe import Collective
 
 ROOT = Path(course_checks.__file__).parent
 
@@ -38,358 +45,368 @@ def a_lab(body: str = "return make()", head: str = "def double(make):", **names)
     return lab
 
 
-def cell(source: str, number: int = 7) -> dict:
+def cell(source: str) -> dict:
     """Run `source` as a notebook cell whose lines a traceback can show."""
-    name = f"<cell {number}>"
+    name = "<cell 7>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     names = {"__name__": "__main__"}
     exec(compile(source, name, "exec"), names)
     return names
 
 
-def failed(kind: str, message: str = "", where: str = "", rank: int = 1) -> RankFailed:
-    return RankFailed("a long report", rank, kind, message, where)
+def verdict_on(source: str, lab: Lab | None = None) -> Verdict:
+    return (lab or a_lab()).double(cell(source)["f"])
 
 
-def raises(error: BaseException) -> Callable:
-    def check_body(make):
-        raise error
-
-    return check_body
+def failed(kind: str, message: str = "", where: str = "") -> RankFailed:
+    return RankFailed("a long report", 1, kind, message, where)
 
 
 # -------------------------------------------------------------------------------- the three words
-def test_passed_with_its_evidence(capsys):
+def test_the_words_and_the_evidence(capsys):
     verdict = a_lab("make(); return '2 ranks; 5.6 MB a rank a step'").double(lambda: print(end=""))
-    assert capsys.readouterr().out == "passed: 2 ranks; 5.6 MB a rank a step\n"
-    assert isinstance(verdict, Verdict) and verdict.status == "passed" and verdict.exercise == "double"
-    assert verdict.seconds >= 0
-
-
-def test_passed_without_evidence(capsys):
+    assert (verdict.exercise, verdict.status, verdict.message) == ("double", "passed", "2 ranks; 5.6 MB a rank a step")
+    assert capsys.readouterr().out == f"{verdict}\n"
     assert a_lab("make()").double(lambda: print(end="")).message == ""
-    assert capsys.readouterr().out == "passed\n"
-
-
-@pytest.mark.parametrize(
-    "stub",
-    [
-        "def f():\n    raise NotImplementedError  # your code here",
-        "def f():\n    '''Doc.'''\n    raise NotImplementedError('later')",
-        "def f():\n    x = 3\n    raise NotImplementedError",
-        "def f():\n    ...",
-        "def f():\n    '''Doc.'''",
-        "def f():\n    pass",
-        "def f():\n    return None",
-        "def f(a, b=2):\n    '''Doc.'''\n    return ...",
-        "class f:\n    def __init__(self):\n        raise NotImplementedError",
-        "class f:\n    def __init__(self, model):\n        ...\n\n    def forward(self, x): ...",
-        "f = ...",
-    ],
-)
-def test_an_untouched_stub_is_not_attempted(capsys, stub):
-    lab = a_lab("returned(make(), int, 'what double returns'); return 'fine'")
-    assert lab.double(cell(stub)["f"]).status == "not attempted"
-    assert capsys.readouterr().out == "not attempted\n"
-    assert progress.load().labs == {}  # opening a lab is not a try
-
-
-@pytest.mark.parametrize("value", [None, ...])
-def test_a_forgotten_return_is_an_attempt(value):
-    verdict = a_lab("returned(make(), int, 'what double returns'); return 'fine'").double(lambda: [value][0])
-    assert verdict.status == "not yet"
-    assert verdict.message.startswith("your function returned None; what double returns is missing")
-
-
-@pytest.mark.parametrize(
-    "working",
-    [
-        "def f():\n    return 4",
-        "def f():\n    return ''",
-        "def f(x=1):\n    return x",
-        "f = max",
-        "def f():\n    yield",
-    ],
-)
-def test_a_short_answer_is_an_attempt(working):
-    assert a_lab("return 'seen'").double(cell(working)["f"]).status == "passed"
-
-
-def test_not_yet_says_the_checks_sentence(capsys):
     verdict = a_lab("raise NotYet('you summed where DDP averages')").double(print)
-    assert capsys.readouterr().out == "not yet: you summed where DDP averages\n"
     assert (verdict.status, verdict.message) == ("not yet", "you summed where DDP averages")
 
 
+STUBS = (
+    "def f():\n    raise NotImplementedError  # your code here",
+    "def f():\n    '''Doc.'''\n    raise NotImplementedError('later')",
+    "def f():\n    x = 3\n    raise NotImplementedError",
+    "def f():\n    ...",
+    "def f(a, b=2):\n    '''Doc.'''\n    return ...",
+    "class f:\n    def __init__(self):\n        super().__init__()\n        raise NotImplementedError",
+    "class f:\n    def __init__(self):\n        raise NotImplementedError\n    def forward(self, x):\n        return self.m(x)",
+    "class f:\n    def __init__(self, model):\n        ...\n\n    def forward(self, x): ...",
+    "class F:\n    @staticmethod\n    def forward(x):\n        raise NotImplementedError\ndef f(x):\n    return F.apply(x)",
+    "f = ...",
+)
+
+
+def test_an_untouched_stub_is_not_attempted_and_its_check_does_not_run(capsys):
+    for stub in STUBS:
+        assert verdict_on(stub, a_lab("assert False, 'the check ran'")).status == "not attempted", stub
+    assert capsys.readouterr().out == "not attempted\n" * len(STUBS)
+    assert progress.load().labs == {}  # opening a lab is not a try
+
+
+def test_what_runs_into_a_stub_is_not_attempted_either():
+    for part in ("if True:\n        raise NotImplementedError", "try:\n        todo()\n    finally:\n        pass"):
+        source = f"def todo():\n    raise NotImplementedError\ndef f():\n    {part}"
+        assert verdict_on(source).status == "not attempted", source
+
+
+def test_a_short_answer_is_an_attempt():
+    for answer in (
+        "def f():\n    return 4",
+        "def f():\n    yield",
+        "f = max",
+        "import functools\nf = functools.partial(max, 1)",
+        "def f(x):\n    if x > 3:\n        raise NotImplementedError\n    return x",
+        "def todo():\n    raise NotImplementedError\ndef f():\n    try:\n        todo()\n    except NotImplementedError:\n"
+        "        return 4",
+        "def todo():\n    ...\ndef f():\n    todo()\n    return 4",
+    ):
+        assert verdict_on(answer, a_lab("return 'seen'")).status == "passed", answer
+
+
+def test_a_forgotten_return_is_an_attempt():
+    for value in (None, ...):
+        verdict = a_lab("returned(make(), int, 'what double returns')").double(lambda: [value][0])  # noqa: B023
+        assert verdict.status == "not yet" and "what double returns is missing" in verdict.message
+
+
 # -------------------------------------------------------------------------------- the learner's mistakes
-def test_the_learners_exception_names_the_learners_line(capsys):
-    f = cell("def f():\n    return inner()\n\ndef inner():\n    return 1 / 0\n")["f"]
-    assert a_lab().double(f).status == "not yet"
-    assert capsys.readouterr().out == (
-        "not yet: your code raised ZeroDivisionError: division by zero at your cell, line 5: `return 1 / 0`\n"
-    )
-
-
-def test_an_exception_deep_in_a_library_names_the_learners_line():
-    f = cell("import json\ndef f():\n    return json.loads('{')\n")["f"]
-    message = a_lab().double(f).message
-    assert message.startswith("your code raised JSONDecodeError: ") and "line 3: `return json.loads('{')`" in message
-
-
-def test_course_code_called_by_the_learner_is_still_the_learners_line():
-    f = cell("from course_lib.notebook.ledger import predict\ndef f():\n    predict('x', 1, 'G')\n")["f"]
-    message = a_lab().double(f).message
-    assert "ValueError" in message and "line 3: `predict('x', 1, 'G')`" in message
+def test_the_learners_exception_names_the_learners_line():
+    for source, kind, line in (
+        (
+            "def f():\n    return inner()\n\ndef inner():\n    return 1 / 0",
+            "ZeroDivisionError",
+            "line 5: `return 1 / 0`",
+        ),
+        ("import json\ndef f():\n    return json.loads('{')", "JSONDecodeError", "line 3: `return json.loads"),
+        ("from course_lib.launch import launch\ndef f():\n    launch(f, ranks=0)", "ValueError", "line 3: `launch("),
+        ("def f():\n    assert 1 > 2, 'my own check'", "AssertionError: my own check", "line 2"),
+        ("import sys\ndef f():\n    sys.exit(3)", "SystemExit: 3", "line 3"),
+        ("class Odd(Exception):\n    __str__ = None\ndef f():\n    raise Odd", "Odd: (", "line 4"),
+        ("def f():\n    raise ValueError('a\\n' * 5000)", "ValueError: a a", "line 2"),
+    ):
+        verdict = verdict_on(source)
+        assert verdict.status == "not yet" and kind in verdict.message and line in verdict.message, verdict
+        assert "\n" not in verdict.message and len(verdict.message) < 500
 
 
 def test_a_notimplementederror_of_a_library_is_not_a_stub():
-    torch_says = course_code("def kernel():\n    raise NotImplementedError('no kernel for Half')")["kernel"]
-    lab, f = a_lab(), cell("def f():\n    return kernel()")
-    f["kernel"] = torch_says
-    verdict = lab.double(f["f"])
-    assert verdict.status == "not yet" and "no kernel for Half" in verdict.message and "line 2" in verdict.message
-
-
-def test_the_learners_own_assertion_is_the_learners():
-    f = cell("def f():\n    assert 1 > 2, 'my own check'")["f"]
-    assert "AssertionError: my own check at your cell, line 2" in a_lab().double(f).message
-
-
-def test_sys_exit_does_not_end_the_notebook():
-    f = cell("import sys\ndef f():\n    sys.exit(3)")["f"]
-    assert "SystemExit: 3" in a_lab().double(f).message
-
-
-def test_an_exception_that_cannot_be_printed():
-    f = cell("class Odd(Exception):\n    def __str__(self):\n        return 1 / 0\ndef f():\n    raise Odd")["f"]
-    assert "Odd: (its message cannot be shown: ZeroDivisionError)" in a_lab().double(f).message
-
-
-def test_a_long_message_is_cut_to_one_line():
-    f = cell("def f():\n    raise ValueError('a\\n' * 5000)")["f"]
-    verdict = a_lab().double(f)
-    assert "\n" not in verdict.message and len(verdict.message) < 500 and "…" in verdict.message
+    names = cell("def f():\n    return kernel()")
+    names["kernel"] = course_code("def kernel():\n    raise NotImplementedError('no Half')")["kernel"]
+    verdict = a_lab().double(names["f"])
+    assert verdict.status == "not yet" and "no Half" in verdict.message and "line 2" in verdict.message
 
 
 def test_a_keyboard_interrupt_passes_through():
     with pytest.raises(KeyboardInterrupt):
-        a_lab().double(cell("def f():\n    raise KeyboardInterrupt")["f"])
+        verdict_on("def f():\n    raise KeyboardInterrupt")
 
 
-@pytest.mark.parametrize("arguments", [(), (len, len), (3,), (None,), ("text",), ([len],)])
-def test_a_result_in_the_place_of_the_function(capsys, arguments):
-    verdict = a_lab().double(*arguments)
-    assert verdict.status == "not yet"
-    assert capsys.readouterr().out == "not yet: pass the function itself, not its result: check.double(make)\n"
-
-
-def test_an_unknown_keyword_is_a_wrong_call_too():
-    assert a_lab().double(mak=len).message.startswith("pass the function itself")
-
-
-def test_a_parameter_annotated_as_a_value_takes_a_value():
+def test_a_result_in_the_place_of_the_function():
+    for arguments in ((), (len, len), (3,), (None,), ([len],)):
+        verdict = a_lab().double(*arguments)
+        assert verdict.status == "not yet" and "check.double(make)" in verdict.message, arguments
+    assert "check.double(make)" in a_lab().double(mak=len).message
     lab = a_lab("return f'{answer}'", head="def double(answer: float):")
     assert lab.double(3).message == "3"
     assert lab.double(None).status == lab.double(...).status == "not attempted"
     lab = a_lab("return 'ok'", head="def double(f: Callable[[int], int]):", Callable=Callable)
-    assert lab.double(3).message.startswith("pass the function itself")
+    assert "check.double(f)" in lab.double(3).message
 
 
 # -------------------------------------------------------------------------------- the ranks
-WHERE = "cell [7], line 3: `x = y / 0`"
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "message"),
-    [
-        (
-            failed("NotImplementedError", "", "cell [7], line 2: `raise NotImplementedError  # your code here`"),
-            "not attempted",
-            "",
-        ),
+def test_what_a_launch_raises():
+    line = "cell [7], line 2: `raise NotImplementedError  # your code here`"
+    for error, status, fragment in (
+        (failed("NotImplementedError", "", line), "not attempted", ""),
         (failed("NotImplementedError", "", ""), "not attempted", ""),
-        (
-            failed("NotImplementedError", "later", "cell [7], line 2: `raise NotImplementedError('later')`"),
-            "not attempted",
-            "",
-        ),
-        (
-            failed("NotImplementedError", "no kernel for Half", "cell [7], line 2: `x @ y`"),
-            "not yet",
-            "your code raised NotImplementedError: no kernel for Half on rank 1 at cell [7], line 2: `x @ y`",
-        ),
-        (failed("NotYet", "rank 1 never sent its shard"), "not yet", "rank 1 never sent its shard"),
-        (
-            failed("ZeroDivisionError", "division by zero", WHERE),
-            "not yet",
-            f"your code raised ZeroDivisionError: division by zero on rank 1 at {WHERE}",
-        ),
-        (failed("AssertionError", "", WHERE), "not yet", f"your code raised AssertionError on rank 1 at {WHERE}"),
-        (
-            failed("NotImplementedError", 'Module [My] is missing the required "forward" function'),
-            "not yet",
-            'Module [My] is missing the required "forward" function',
-        ),
-        (failed("SystemExit", "rank 1 ended itself with code 3"), "not yet", "rank 1 ended itself with code 3"),
-        (failed("SystemExit", "3", WHERE), "not yet", f"your code raised SystemExit: 3 on rank 1 at {WHERE}"),
-        (failed("SIGKILL", "rank 1 was ended by SIGKILL"), "not yet", "rank 1 was ended by SIGKILL"),
-        (
-            RanksHung("ranks 0, 2 wait in all_reduce (your cell, line 7)"),
-            "not yet",
-            "ranks 0, 2 wait in all_reduce (your cell, line 7)",
-        ),
-        (
-            TypeError("make cannot travel to the ranks (cannot pickle '_thread.lock' object)."),
-            "not yet",
-            "make cannot travel to the ranks (cannot pickle '_thread.lock' object).",
-        ),
-    ],
-    ids=lambda value: str(getattr(value, "cause_type", ""))[:20],
-)
-def test_what_a_launch_raises(error, status, message):
-    verdict = a_lab("raise error", error=error).double(print)
-    assert (verdict.status, verdict.message) == (status, message)
+        (failed("NotImplementedError", "no kernel", "cell [7], line 2: `x @ y`"), "not yet", "line 2: `x @ y`"),
+        (failed("NotImplementedError", 'is missing the required "forward" function'), "not yet", '"forward"'),
+        (failed("NotYet", "rank 1 never sent its shard"), "not yet", "rank 1 never"),
+        (failed("AssertionError", "", "cell [7], line 3: `x`"), "not yet", "on rank 1 at cell [7], line 3"),
+        (failed("SystemExit", "rank 1 ended itself with code 3"), "not yet", "code 3"),
+        (failed("SIGKILL", "rank 1 was ended by SIGKILL"), "not yet", "SIGKILL"),
+        (failed("AttributeError", "'int' object has no attribute 'step'"), "not yet", "'step'"),
+        (RanksHung("ranks 0, 2 wait in all_reduce"), "not yet", "all_reduce"),
+        (TypeError("make cannot travel to the ranks"), "not yet", "cannot travel"),
+    ):
+        verdict = a_lab("raise error", error=error).double(print)
+        assert verdict.status == status and fragment in verdict.message, (error, verdict)
 
 
 def test_real_ranks_from_a_real_launch():
     """The launcher's exceptions as they are, not as this file builds them."""
-    body = "from course_lib.launch import launch; launch(make, ranks=1, quiet=True, timeout=60); return 'fine'"
-    lab = a_lab(body)
-    assert (
-        lab.double(cell("def f():\n    raise NotImplementedError  # your code here\n")["f"]).status == "not attempted"
-    )
-    message = lab.double(cell("def f():\n    return 1 / 0\n")["f"]).message
-    assert message.startswith("your code raised ZeroDivisionError: division by zero on rank 0 at your cell, line 2")
-    assert lab.double(cell("def f():\n    return 3\n")["f"]).status == "passed"
-    stop = cell("from course_checks.harness.checking import NotYet\ndef f():\n    raise NotYet('said in a rank')\n")[
-        "f"
-    ]
-    assert str(lab.double(stop)) == "not yet: said in a rank"
-    lock = cell("import threading\nlock = threading.Lock()\ndef f():\n    return lock\n")["f"]
-    assert "cannot travel" in str(lab.double(lock))
+    lab = a_lab("launch(make, ranks=1, quiet=True, timeout=60); return 'fine'", launch=launch)
+    for source, expected in (
+        ("def f():\n    for _ in [1]:\n        raise NotImplementedError", "not attempted"),
+        ("def f():\n    return 1 / 0", "division by zero on rank 0 at your cell, line 2"),
+        ("def f():\n    return 3", "passed"),
+        ("import threading\nlock = threading.Lock()\ndef f():\n    return lock", "cannot travel"),
+    ):
+        assert expected in str(verdict_on(source, lab)), source
+
+
+def no_parameters():
+    return 1
+
+
+def forgot_the_return(*args, **kwargs):
+    len(args)
+
+
+def an_object(*args, **kwargs):
+    return object()
+
+
+def test_a_wrong_kind_of_function_gets_a_sentence_on_ranks_and_off_them(monkeypatch):
+    launches = []
+    monkeypatch.setattr(ranks, "launch", lambda *given, **how: launches.append(given) or launch(*given, **how))
+    for check, on_ranks in ((lab01.lab.count_parameters, False), (lab04.lab.own_ddp, True)):
+        launches.clear()
+        for kind in (no_parameters, forgot_the_return, an_object):
+            verdict = check(kind)
+            assert verdict.status == "not yet" and "Traceback" not in verdict.message, (kind, verdict)
+            assert ("keep the arguments" in verdict.message) == (kind is no_parameters), verdict
+        assert bool(launches) == on_ranks
 
 
 # -------------------------------------------------------------------------------- the course's own bugs
-@pytest.mark.parametrize("body", ["assert make() == 5, 'ours'", "undefined_name", "return 4"])
-def test_a_bug_in_a_check_raises_and_blames_nobody(capsys, body):
-    lab = a_lab(body)
-    with pytest.raises((AssertionError, NameError)):
-        lab.double(cell("def f():\n    return 2 + 2")["f"])
-    assert capsys.readouterr().out == "" and lab.verdicts == {} and progress.load().labs == {}
-
-
-def test_an_assertion_of_ours_behind_the_learners_code_is_ours():
-    spy = course_code("def spy():\n    assert False, 'ours'")["spy"]
-    f = cell("def f():\n    spy()")
-    f["spy"] = spy
-    with pytest.raises(AssertionError, match="ours"):
-        a_lab().double(f["f"])
-
-
-@pytest.mark.parametrize("kind", ["AssertionError", "NameError", "unknown"])
-def test_a_rank_that_failed_without_a_line_of_the_learners_is_ours(kind):
-    with pytest.raises(RankFailed):
-        a_lab("raise error", error=failed(kind, "boom")).double(print)
+def test_a_bug_in_a_check_raises_and_blames_nobody(capsys):
+    names = cell("def f():\n    spy()")
+    names["spy"] = course_code("def spy():\n    assert False, 'ours'")["spy"]
+    with pytest.raises(AssertionError):
+        a_lab().double(names["f"])
+    for body in ("assert make() == 5, 'ours'", "undefined_name", "return 4"):
+        lab = a_lab(body)
+        with pytest.raises((AssertionError, NameError)):
+            verdict_on("def f():\n    return 2 + 2", lab)
+        assert lab.verdicts == {}
+    for kind in ("AssertionError", "NameError", "unknown"):  # on a rank, without a line of the learner's
+        with pytest.raises(RankFailed):
+            a_lab("raise error", error=failed(kind, "boom")).double(print)
+    assert capsys.readouterr().out == "" and progress.load().labs == {}
 
 
 # -------------------------------------------------------------------------------- the guard
-@pytest.mark.parametrize(
-    "source",
-    [
-        "def f():\n    return 4",
-        "def f(a, b):\n    return a",
-        "class f:\n    def __init__(self, a, b):\n        self.a = a",
-    ],
-)
-def test_other_arguments_than_the_stubs_are_a_sentence(source):
-    verdict = a_lab("make(3); return 'fine'").double(cell(source)["f"])
-    assert verdict.status == "not yet"
-    assert verdict.message.startswith("keep the arguments that the stub has: f")
+def test_other_arguments_than_the_stubs_are_a_sentence():
+    for source in ("def f():\n    return 4", "class f:\n    def __init__(self, a, b):\n        self.a = a"):
+        verdict = verdict_on(source, a_lab("make(3)"))
+        assert verdict.status == "not yet" and "keep the arguments" in verdict.message, source
 
 
-@pytest.mark.parametrize("body", ["make().shape", "1 / (make() - 4)", "make()[0]", "{}[make()]", "int('x' * make())"])
-def test_what_cannot_be_used_is_a_sentence(body):
-    message = a_lab(f"{body}; return 'fine'").double(cell("def f():\n    return 2 + 2")["f"]).message
-    assert message.startswith("the check cannot use what your function gave (") and "docstring" in message
+def test_what_cannot_be_used_is_a_sentence():
+    for body in ("make().shape", "1 / (make() - 4)", "make()[0]", "{}[make()]", "int('x' * make())"):
+        verdict = verdict_on("def f():\n    return 2 + 2", a_lab(body))
+        assert verdict.status == "not yet" and "docstring" in verdict.message, body
 
 
-def test_what_cannot_be_used_on_a_rank_is_a_sentence():
-    lab = a_lab("raise error", error=failed("AttributeError", "'int' object has no attribute 'step'"))
-    assert "cannot use what your function gave" in lab.double(print).message
-
-
-@pytest.mark.parametrize(
-    "loop",
-    ["while True:\n        pass", "while True:\n        try:\n            x = 1\n        except:\n            pass"],
-)
-def test_an_endless_loop_is_stopped_and_named(loop):
+def test_an_endless_loop_is_stopped_and_named():
     lab = a_lab()
     lab.limit = 0.3
-    message = lab.double(cell(f"def f():\n    {loop}\n")["f"]).message
-    assert message.startswith("stopped after 0.3 s: your code was still running, at your cell, line")
-
-
-def test_an_exercise_may_take_longer_than_its_lab_allows():
-    lab = a_lab("import time; time.sleep(0.4); return 'fine'")
+    verdict = verdict_on(
+        "def f():\n    while True:\n        try:\n            x = 1\n        except:\n            x = 2", lab
+    )
+    assert verdict.status == "not yet" and "0.3 s" in verdict.message and "at your cell, line" in verdict.message
+    lab = a_lab("import time; time.sleep(0.4)")  # an exercise may take longer than its lab allows
     lab.limit, lab.exercises["double"].limit = 0.1, 30.0
     assert lab.double(print).status == "passed"
 
 
-@pytest.mark.parametrize(
-    "change", ["x.pop()", "x.clear()", "x.sort()", "x[1].append(3)", "x[2].mul_(2)", "x[2].data.add_(1)"]
-)
-def test_inputs_that_are_changed_are_a_sentence(change):
-    import torch
-
-    lab = a_lab("make(given); return 'fine'", given=[7, [1], torch.ones(3)])
-    source = "def f(x):\n    " + (change if change != "x.sort()" else "x.reverse()")
-    message = lab.double(cell(source)["f"]).message
-    assert message.startswith("f changes argument 1, the list that it was given")
-    if "x[2]" not in change:  # lists are handed over as copies
-        assert lab.double(cell("def f(x):\n    assert x[:2] == [7, [1]]")["f"]).status == "passed"
-    lab = a_lab("make(given); return 'fine'", given=[7, [1], torch.ones(3)])
-    lab.exercises["double"].keeps_inputs = False
-    assert lab.double(cell(source)["f"]).status == "passed"
+def test_a_check_computes_on_one_thread_and_gives_the_others_back():
+    before = torch.get_num_threads()
+    assert a_lab("make(); return str(torch.get_num_threads())", torch=torch).double(print).message == "1"
+    assert torch.get_num_threads() == before
 
 
+def test_inputs_that_are_changed_are_a_sentence():
+    def verdict(source, keeps_inputs=True):
+        lab = a_lab("make(given); make(given)", given=[7, [1], torch.ones(3)])
+        lab.exercises["double"].keeps_inputs = keeps_inputs
+        return verdict_on(f"def f(x):\n    {source}", lab)
+
+    for change in ("x.pop()", "x.clear()", "x[1].append(3)", "x[2].mul_(2)", "x[2].data.add_(1)"):
+        assert "changes argument 1" in verdict(change).message, change
+        assert verdict(f"{change} if x else None", keeps_inputs=False).status == "passed", change
+    assert verdict("return x[:2] == [7, [1]]").status == "passed"
+
+
+# -------------------------------------------------------------------------------- what checks compare with
 def test_numbers_of_numpy_and_torch_are_numbers():
-    import numpy
-    import torch
-
-    for value in (numpy.int64(4), torch.tensor(4), numpy.array(4)):
+    for value in (np.int64(4), torch.tensor(4), np.array(4)):
         assert returned(value, int, "x") == 4 and type(returned(value, int, "x")) is int
-    assert returned([numpy.int64(4), (torch.tensor(2),)], list, "x") == [4, (2,)]
-    assert returned(numpy.array([1, 2]), (list, tuple), "x") == [1, 2]
-    assert returned(numpy.array([1, 2]), tuple, "x") == (1, 2)
-    with pytest.raises(NotYet, match="of type int, and is float"):
-        returned(numpy.float64(4.5), int, "x")
+    assert returned([np.int64(4), (torch.tensor(2),)], list, "x") == [4, (2,)]
+    assert returned(np.array([1, 2]), tuple, "x") == (1, 2)
+    assert returned(3, (int, float), "x") == 3
+    assert_refused(
+        [
+            (lambda: returned(np.float64(4.5), int, "x"), NotYet, "int, and is"),
+            (lambda: returned([3], (int, float), "x"), NotYet, "int or float"),
+        ]
+    )
 
 
-def test_what_was_sent_has_a_lower_bound_and_an_upper_one():
-    calls = [
-        Collective(rank=0, kind=kind, bytes=size, seconds=None, start=0.0, group=(0, 1))
-        for kind, size in (
-            ("barrier", 0),
-            ("all_reduce", 600),
-            ("send", 400),
-            ("recv", 900),
-            ("barrier", 0),
-            ("send", 50),
-        )
-    ]
-    run = SimpleNamespace(collectives=calls)
-    assert sent_between(run, 0, 1000, 1000, "gradients", phase=1) == 1000
-    assert sent_between(run, 0, 0, 2000, "gradients") == 1050
-    assert sent_between(run, 0, 600, 600, "gradients", kinds=["all_reduce"]) == 600
-    with pytest.raises(NotYet, match="rank 0 sends 1,000 bytes of gradients, and 900 are enough: send each one once"):
-        sent_between(run, 0, 0, 900, "gradients", phase=1, why="send each one once")
-    with pytest.raises(NotYet, match="rank 1 sends 0 bytes of gradients, and it takes at least 10"):
-        sent_between(run, 1, 10, 20, "gradients", kinds=["send"])
+def test_close_says_what_is_wrong_and_where():
+    grid = np.arange(6.0).reshape(2, 3)
+    rows = (
+        (grid + [[0, 0, 0.1], [0, 0, 0.25]], grid, "0.25 at [1, 2]:"),
+        (1.5, 1.0, "off by 0.5:"),
+        ([1.0, math.nan], [1.0, 2.0], "yours nan"),
+        ([1.0, 2.0], [1.0, 2.0, 3.0], "have (3,)"),
+        ("text", 1.0, "hold numbers"),
+        ([[1.0], [1.0, 2.0]], [1.0], "hold numbers"),
+        (object(), 1.0, "hold numbers"),
+        (None, 1.0, "is missing"),
+        (3, {"w": 1}, "type Mapping"),
+        ({"w": 1}, {"w": 1, "b": 2}, "lacks 'b'"),
+        ({"w": 1, "c": 2}, {"w": 1}, "has 'c'"),
+        ({"a": 1.1, "b": 4}, {"a": 1, "b": 2}, "of b is"),
+        ({"w": torch.ones(2, dtype=torch.bfloat16)}, {"w": 2 * torch.ones(2)}, "at [0]:"),
+    )
+    compare = functools.partial(close, rtol=1e-3, what="the loss")
+    assert_refused((functools.partial(compare, actual, expected), NotYet, word) for actual, expected, word in rows)
+    with pytest.raises(ValueError):  # a check that expects nonsense is the course's bug
+        compare(1.0, "text")
 
 
-def test_fresh_values_are_other_ones_on_each_rank_and_the_same_for_a_seed():
-    one, other = fresh((50,), 3), fresh((50,), 3, rank=1)
-    assert one.equal(fresh((50,), 3)) and not one.equal(other) and not one.equal(fresh((50,), 4))
-    assert not (one == one.round()).any() and (one.abs() >= 0.5).all()
-    with pytest.raises(NotYet, match="it is off .values of seed 3."), named_seed(3):
-        raise NotYet("it is off")
+def test_close_takes_what_is_equal():
+    weight = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
+    for actual, expected in (
+        ([math.inf, math.nan], [math.inf, math.nan]),
+        ([], []),
+        ({"w": (1, 2)}, {"w": np.array([1, 2])}),
+        ({"w": weight}, {"w": torch.ones(2, 2)}),
+        ([weight.sum(), 1], [4.0, 1]),
+    ):
+        close(actual, expected, rtol=0, what="x")
+    close(1.0 + 1e-4, 1, rtol=1e-3, what="x")
+    close(1e-9, 0, rtol=1e-3, atol=1e-8, what="x")
+
+
+def test_a_known_factor_has_its_sentence():
+    table = {4: "you summed", 0.25: "you averaged twice", 0: "nothing arrived", 1: "never said"}
+    expected = {"w": np.array([[1.0, -2.0]]), "b": np.array([0.5])}
+    for factor, sentence in ((4.0001, table[4]), (0.25, table[0.25]), (0, table[0]), (1, None), (3.9, None)):
+        actual = {name: factor * value for name, value in expected.items()}
+        assert ratio_hint(actual, expected, table) == sentence, factor
+    for actual in ([4.0, 9.0], [4.0], [math.nan, 8.0], None):
+        assert ratio_hint(actual, [1.0, 2.0], table) is None, actual
+    compare = functools.partial(close, expected=[1.0, 2.0], rtol=1e-5, what="x", ratios=table)
+    assert_refused([(lambda: compare([4.0, 8.0]), NotYet, table[4]), (lambda: compare([4.0, 9.0]), NotYet, "x is off")])
+
+
+# -------------------------------------------------------------------------------- what is shown of it
+def test_a_notebook_gets_an_escaped_block_and_a_text_twin(monkeypatch, capsys):
+    shown = []
+    shell, display = types.ModuleType("IPython"), types.ModuleType("IPython.display")
+    shell.get_ipython = lambda: SimpleNamespace(kernel=1)
+    display.display = lambda data, raw: shown.append(data)
+    monkeypatch.setitem(sys.modules, "IPython", shell)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    a_lab("raise NotYet('<script>x</script> & \"more\"')").double(print)
+    [data] = shown
+    assert data["text/plain"].endswith('<script>x</script> & "more"') and capsys.readouterr().out == ""
+    assert "<script" not in data["text/html"] and "&amp; &quot;more" in data["text/html"]
+    blocks = [Verdict("x", status, "", 0).to_html() for status in checking.COLOURS]
+    assert len({block.split("solid ")[1][:7] for block in blocks}) == 3
+    assert all(status in block for status, block in zip(checking.COLOURS, blocks, strict=True))
+
+
+def test_the_verdict_is_shown_once_in_a_real_notebook_cell():
+    """The call is the cell's last line: what it returns must not be displayed a second time."""
+    formatters = pytest.importorskip("IPython.core.formatters")
+    assert formatters.DisplayFormatter().format(Verdict("x", "passed", "", 0.0)) == ({}, {})
+
+
+def three() -> Lab:
+    lab = Lab("04_ddp_accelerate", title="DDP")
+    for name, title in (("zulu", "Your own DDP"), ("alpha", "A sampler"), ("mike", "Find the bug")):
+        check = course_code(f"def {name}(f):\n    return f()")[name]
+        lab.exercise(title, importance=1, difficulty=1, minutes=1)(check)
+    return lab
+
+
+def test_the_score_counts_this_kernels_last_verdicts(capsys):
+    lab = three()
+    lab.mike(lambda: str(3))
+    lab.zulu(lambda: str(3))
+    lab.zulu(lambda: 1 / 0)
+    lab.mike(lambda: str(3))
+    capsys.readouterr()
+    lab.score()
+    assert capsys.readouterr().out == (
+        "[ ] 1 Your own DDP - not yet\n[ ] 2 A sampler - not attempted\n[x] 3 Find the bug - passed\nLab 4: 1 of 3 passed\n"
+    )
+    kept = {name: (record.status, record.tries) for name, record in progress.load().labs[lab.name].items()}
+    assert kept == {"mike": ("passed", 1), "zulu": ("passed", 1)}  # the best remains
+    assert three().score_text({}).count("not attempted") == 3  # a new kernel starts from nothing
+
+
+def test_labs_refuse_what_cannot_work():
+    def exercise(name, importance=1):
+        function = types.FunctionType(compile("0", "f", "eval"), {}, name)
+        return three().exercise("x", importance=importance, difficulty=1, minutes=1)(function)
+
+    assert_refused(
+        [
+            (lambda: Lab("ddp", title=""), ValueError, "ddp"),
+            (lambda: exercise("zulu"), ValueError, "'zulu'"),
+            (lambda: exercise("score"), ValueError, "'score'"),
+            (lambda: exercise("x", importance=6), ValueError, "importance"),
+            (lambda: three().score_text({"zul": "passed"}), ValueError, "'zul'"),
+            (lambda: three().zulo, AttributeError, "mean 'zulu'"),
+        ]
+    )
+
+
+def test_importing_the_contract_needs_no_torch():
+    code = "import sys, course_checks.harness.checking; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent).returncode == 0

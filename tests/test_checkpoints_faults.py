@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import random
 import resource
@@ -19,26 +18,21 @@ import torch
 import torch.distributed as dist
 
 from course_lib import checkpoints
-from course_lib.checkpoints import CheckpointError, sharded_state
-from course_lib.checkpoints.errors import reason
+from course_lib.checkpoints import CheckpointError
 from course_lib.launch import RankFailed, launch
 from course_lib.models import tiny_llama
+from course_lib.training.resumable import program as resumable
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SHAPE = dict(layers=1, hidden=32, heads=2, kv_heads=1, intermediate=64)
-KINDS = ["fsdp", *(["zero2"] if importlib.util.find_spec("deepspeed") else [])]
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}  # and files that are opened to be written
 
 
-def target_of(kind: str) -> dict:
+def sharded() -> dict:
+    """A model and its optimizer; sharded where there are ranks."""
     torch.set_num_threads(1)
     model = tiny_llama(**SHAPE)
-    if kind == "zero2":
-        from course_lib.training.sharded.zero_config import zero_config
-        from course_lib.training.sharded.zero_engine import initialize
-
-        return dict(engine=initialize(model, zero_config(2, ranks=dist.get_world_size(), global_batch=6)))
     if dist.is_initialized():
         from torch.distributed.fsdp import fully_shard
 
@@ -46,8 +40,8 @@ def target_of(kind: str) -> dict:
     return dict(model=model, optimizer=torch.optim.AdamW(model.parameters()))
 
 
-def after_changes(number: int, then) -> None:
-    """Call ``then`` just before this process changes something on the disk for the ``number``-th time."""
+def killed_before_change(number: int) -> None:
+    """SIGKILL to this process just before it changes something on the disk for the ``number``-th time."""
     seen = 0
 
     def hook(event, args):
@@ -55,21 +49,21 @@ def after_changes(number: int, then) -> None:
         if event in CHANGES or (event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)):
             seen += 1
             if seen == number:
-                then()
+                os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
 
 
-def killed_before_every_change(root: str, again: bool) -> list:
+def killed_before_every_change(root: str, replace: bool) -> list:
     """Save step 2 beside step 1 in a process that is killed before its 1st, 2nd, 3rd … change of the disk.
 
-    ``again``: step 2 is there already and is replaced. Returns what each kill left: what ``latest`` found and whether
-    every byte of it is right.
+    ``replace``: step 2 is there already. Returns what each kill left: the step that ``latest`` found, the turn in which
+    it was saved, whether something was named as unfinished, and how many unfinished folders there are.
     """
     dist.destroy_process_group()  # forked processes must not inherit its threads
-    target = target_of("fsdp")
+    target = sharded()
     checkpoints.save(f"{root}/before", 1, **target)
-    if again:
+    if replace:
         checkpoints.save(f"{root}/before", 2, extra={"turn": "old"}, **target)
     left = []
     for number in range(1, 200):
@@ -78,142 +72,113 @@ def killed_before_every_change(root: str, again: bool) -> list:
         child = os.fork()
         if not child:
             try:
-                after_changes(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+                killed_before_change(number)
                 checkpoints.save(f"{root}/now", 2, extra={"turn": "new"}, keep=1, **target)
             finally:
                 os._exit(0)
         ended = os.waitpid(child, 0)[1]
-        said: list[str] = []
-        found = checkpoints.latest(f"{root}/now", tell=said.append)
-        told = checkpoints.verify(found)
+        named: list[str] = []
+        manifest = checkpoints.verify(checkpoints.latest(f"{root}/now", tell=named.append))  # every byte of it
         parts = [name for name in os.listdir(f"{root}/now") if ".part-" in name]
-        left.append((told.step, told.extra.get("turn"), bool(said), len(parts)))
+        left.append((manifest.step, manifest.extra.get("turn"), bool(named), len(parts)))
         if os.WIFEXITED(ended):
             break
     checkpoints.save(f"{root}/now", 3, keep=1, **target)
-    extra = checkpoints.load(f"{root}/now", **target)
-    return [left, sorted(os.listdir(f"{root}/now")), extra]
+    return [left, sorted(os.listdir(f"{root}/now")), checkpoints.load(f"{root}/now", **target)]
 
 
-@pytest.fixture(scope="module")
-def kills(private_tmp, tmp_path_factory):
-    return {
-        again: launch(
-            killed_before_every_change, str(tmp_path_factory.mktemp("kills")), again, ranks=1, quiet=True, timeout=200
-        ).results[0]
-        for again in (False, True)
-    }
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_killed_before_any_change_of_the_disk_a_whole_checkpoint_is_found(again, kills):
-    left, names, extra = kills[again]
-    steps = [(step, turn) for step, turn, _, _ in left]
-    old, new = (2, "old") if again else (1, None), (2, "new")
-    assert len(left) > 10 and set(steps) == {old, new}
-    assert steps == sorted(steps, key=[old, new].index)  # once it is there, it stays
+@pytest.mark.parametrize("replace", [False, True])
+def test_killed_before_any_change_of_the_disk_a_whole_checkpoint_is_found(replace, private_tmp, tmp_path):
+    run = launch(killed_before_every_change, str(tmp_path), replace, ranks=1, quiet=True, timeout=200)
+    left, names, extra = run.results[0]
+    found = [(step, turn) for step, turn, _, _ in left]
+    old, new = (2, "old") if replace else (1, None), (2, "new")
+    assert len(left) > 10 and set(found) == {old, new}
+    assert found == sorted(found, key=[old, new].index)  # once it is there, it stays
     unfinished = [parts for _, _, _, parts in left]
     assert max(unfinished) >= 1 and unfinished[-1] == 0  # the window was hit
+    assert replace or any(named for step, _, named, _ in left if step == 1)
     assert names == [".lock", "step-00000003"] and extra == {"step": 3}  # the next save clears what was left
 
 
-def test_what_was_skipped_is_named(kills):
-    assert any(said for step, _, said, _ in kills[False][0] if step == 1)
-
-
-def save_until_killed(root: str, kind: str, victim: int, seed: int) -> None:
-    target = target_of(kind)
+def save_until_killed(root: str) -> None:
+    target = sharded()
     checkpoints.save(root, 1, **target)
 
     def end() -> None:
-        time.sleep(random.Random(seed).uniform(0.02, 0.5))
+        time.sleep(random.uniform(0.02, 0.5))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if dist.get_rank() == victim:
+    if dist.get_rank() == 1:
         threading.Thread(target=end, daemon=True).start()
     for step in range(2, 10_000):
         checkpoints.save(root, step, **target)
 
 
-def load_all(root: str) -> dict[str, int]:
-    """The step of each folder's newest whole checkpoint, loaded at another number of ranks."""
-    targets = {kind: target_of(kind) for kind in KINDS}
-    names = sorted(os.listdir(root))
-    return {name: checkpoints.load(f"{root}/{name}", **targets[name.split("-")[0]])["step"] for name in names}
+def test_a_rank_killed_while_all_save_leaves_a_checkpoint_that_one_rank_loads(private_tmp, tmp_path):
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        launch(save_until_killed, str(tmp_path), ranks=2, quiet=True, timeout=60)
+    manifest = checkpoints.verify(checkpoints.latest(tmp_path, tell=lambda _: None))
+    assert manifest.world_size == 2 and manifest.step >= 1
+    assert checkpoints.load(tmp_path, **sharded()) == {"step": manifest.step}
 
 
-def test_ranks_killed_while_saving_leave_one_that_loads(private_tmp, tmp_path):
-    newest = {}
-    for seed in range(5):
-        folder = tmp_path / f"{KINDS[seed % 4 // 3 * (len(KINDS) - 1)]}-{seed}"
-        with pytest.raises(RankFailed, match="SIGKILL|killed|signal"):
-            kind = folder.name.split("-")[0]
-            launch(save_until_killed, str(folder), kind, seed % 2, seed, ranks=2, quiet=True, timeout=60)
-        told = checkpoints.verify(checkpoints.latest(folder, tell=lambda _: None))
-        assert told.world_size == 2 and told.step >= 1
-        newest[folder.name] = told.step
-    assert launch(load_all, str(tmp_path), ranks=1, quiet=True, timeout=120).results == [newest]
+class NoRoom:
+    """While this lasts, the files of one rank cannot grow: the system tells that just as it tells a full disk."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def __enter__(self) -> None:
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if dist.get_rank() == self.rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
+
+    def __exit__(self, *error) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+        dist.barrier()
 
 
-def on_a_full_disk(root: str) -> list[str]:
-    """Rank 1's files may not grow beyond 20 kB, which the system tells just as it tells a full disk."""
-    said = []
-    for kind in KINDS:
-        target, folder = target_of(kind), f"{root}/{kind}"
-        checkpoints.save(folder, 1, **target)
-        saves = [checkpoints.save]
-        if kind == "fsdp":
-            saves.append(lambda *args, **kwargs: checkpoints.save_async(*args, **kwargs).result())
-        for save in saves:
-            if dist.get_rank() == 1:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+def on_a_full_disk(root: str) -> dict:
+    """What a save, a save in the background and a whole training find there."""
+    errors, target = [], sharded()
+    checkpoints.save(root, 1, **target)
+
+    def in_the_background(*args, **options):
+        return checkpoints.save_async(*args, **options).result()
+
+    for save in (checkpoints.save, in_the_background):
+        with NoRoom(rank=1, size=20_000):
             try:
-                save(folder, 2, **target)
-                said.append("saved")
+                save(root, 2, **target)
             except CheckpointError as error:
-                time.sleep(0.2 * dist.get_rank())  # rank 0 is in the next save by now
-                said.append(f"{sorted(os.listdir(folder))}: {error}")
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        assert checkpoints.load(folder, **target) == {"step": 1}
-        checkpoints.save(folder, 2, **target)  # there is room again
-    return said
+                errors.append(str(error))
+        assert sorted(os.listdir(root)) == [".lock", "step-00000001"]
+        dist.barrier()
+    assert checkpoints.load(root, **target) == {"step": 1}
+    checkpoints.save(root, 2, **target)  # there is room again
+
+    options = dict(steps=8, save_every=2, global_batch=4, seq_len=16, layers=1, hidden=32, warmup=2, lr=3e-3)
+    folder = f"{root}/training"
+    whole = resumable.train(**options)
+    resumable.train(**options, checkpoint_dir=folder, stop_at=3)
+    with NoRoom(rank=0, size=os.path.getsize(f"{folder}/journal.jsonl") + 100):  # nor for the journal
+        full = resumable.train(**options, checkpoint_dir=folder, stop_at=7)
+        kept = os.path.basename(checkpoints.latest(folder))
+        try:
+            resumable.train(**options, checkpoint_dir=folder)
+        except CheckpointError as error:
+            errors.append(str(error))
+    later = resumable.train(**options, checkpoint_dir=folder)
+    return dict(errors=errors, whole=whole, full=full, kept=kept, later=later)
 
 
-def test_a_full_disk_keeps_the_older_one_and_tells_every_rank(private_tmp, tmp_path):
-    first, second = launch(on_a_full_disk, str(tmp_path), ranks=2, quiet=True, timeout=120).results
-    assert first == second and len(first) == len(KINDS) + 1
-    for sentence in first:
-        assert sentence.startswith("['.lock', 'step-00000001']: step 2 was not saved in ")
-        assert f"rank 1: {os.strerror(errno.EFBIG)} (" in sentence and "GB are free there" in sentence
-
-
-def without_room_for_the_random_numbers(root: str) -> tuple[str, int, list[str]]:
-    """Rank 1 fails before anything is written in the background. Returns (error, writers that began, what is left)."""
-    target, begun, prepare = target_of("fsdp"), [], sharded_state.Writer.prepare_local_plan
-
-    def prepare_late(writer, plan):
-        begun.append(writer)
-        time.sleep(0.2)
-        return prepare(writer, plan)
-
-    sharded_state.Writer.prepare_local_plan = prepare_late
-    if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
-    with pytest.raises(CheckpointError) as caught:
-        checkpoints.save_async(root, 1, **target).result()
-    time.sleep(0.4)
-    return str(caught.value), len(begun), os.listdir(root)
-
-
-def test_no_thread_writes_after_a_rank_has_failed(private_tmp, tmp_path):
-    first, second = launch(without_room_for_the_random_numbers, str(tmp_path), ranks=2, quiet=True, timeout=60).results
-    assert first == second and first[1:] == (0, [".lock"])
-    assert f"rank 1: {os.strerror(errno.EFBIG)} (" in first[0]
-
-
-def test_a_full_disk_has_its_own_words(tmp_path):
-    hidden = RuntimeError("unexpected pos 704 vs 598")
-    hidden.__context__ = OSError(errno.ENOSPC, "No space left on device")
-    assert reason(hidden, tmp_path / "not there yet").startswith("the disk is full (")
-    assert reason(RuntimeError("two\nlines"), tmp_path).startswith("lines (")
+@pytest.mark.system
+def test_a_full_disk_keeps_the_older_checkpoint_tells_every_rank_and_training_goes_on(private_tmp, tmp_path):
+    first, second = launch(on_a_full_disk, str(tmp_path), ranks=2, quiet=True, timeout=200).results
+    assert first["errors"] == second["errors"] and len(first["errors"]) == 3
+    for message, rank in zip(first["errors"], (1, 1, 0), strict=True):
+        assert f"rank {rank}: {os.strerror(errno.EFBIG)}" in message
+    whole, full, later = (first[name] for name in ("whole", "full", "later"))
+    assert full.losses == whole.losses[:7] and full.extra["failed_saves"] == 2 and first["kept"] == "step-00000002"
+    assert later.losses == whole.losses and later.extra["fingerprint"] == whole.extra["fingerprint"]

@@ -1,15 +1,17 @@
-"""The one table of choices: what goes together, and the sentence where it does not."""
+"""What the whole library shares: the table of choices, checks of arguments, and files that are replaced whole."""
 
 from __future__ import annotations
 
-import itertools
+import os
+from functools import partial
 
+import numpy as np
 import pytest
+from refusals import assert_refused
 
+from course_lib import files
 from course_lib.choices import (
     CHOICES,
-    OFFLOADS,
-    STRATEGIES,
     Widths,
     check_choice,
     check_combination,
@@ -18,98 +20,88 @@ from course_lib.choices import (
     why_not,
     why_not_tensor_parallel,
 )
+from course_lib.validation import check_counts, did_you_mean, pick, positive
 
 TINY = Widths(heads=4, kv_heads=2, intermediate=352, vocab=256)
-QWEN = Widths(heads=28, kv_heads=4, intermediate=18944, vocab=152064)
-
-NOT_TOGETHER = {
-    "FSDP2 offloads all or nothing": (
-        {"strategy": "fsdp", "offload": "optimizer"},
-        "offload='optimizer': FSDP2 offloads parameters, gradients and optimizer together or not at all; "
-        "give offload='all' or 'none'.",
-    ),
-    "DDP offloads nothing": (
-        {"strategy": "ddp", "offload": "optimizer", "ranks": 2},
-        "offload='optimizer' puts the optimizer on the host, which zero1, zero2 or zero3 can do and ddp cannot.",
-    ),
-    "whole weights stay": (
-        {"strategy": "zero2", "offload": "all", "ranks": 2},
-        "offload='all' puts weights on the host, which zero3 or fsdp can do and zero2 cannot.",
-    ),
-    "8 bits on the host": (
-        {"strategy": "fsdp", "offload": "all", "optimizer": "adamw8bit"},
-        "optimizer='adamw8bit' has no CPU step: with offload take adamw.",
-    ),
-    "several ranks alone": (
-        {"ranks": 2},
-        "ranks=2 with strategy='single': several ranks need ddp, zero1, zero2, zero3 or fsdp.",
-    ),
-    "DeepSpeed's pipeline": (
-        {"strategy": "zero3", "pp": 4},
-        "DeepSpeed's pipeline takes no zero3: with pp=4 take zero1 without offload, ddp or fsdp.",
-    ),
-    "its offload": (
-        {"strategy": "zero1", "offload": "optimizer", "pp": 4},
-        "DeepSpeed's pipeline takes no offload='optimizer': with pp=4 take zero1 without offload, ddp or fsdp.",
-    ),
-    "4 bits in parts": (
-        {"method": "qlora", "tp": 2},
-        "bitsandbytes keeps each quantized matrix in one piece, and tp=2 would split it: with qlora take tp=1.",
-    ),
-}
 
 
-@pytest.mark.parametrize("case", NOT_TOGETHER)
-def test_what_does_not_go_together_gets_a_sentence(case: str) -> None:
-    choices, sentence = NOT_TOGETHER[case]
-    assert why_not(**choices) == sentence
-    with pytest.raises(ValueError) as caught:
-        check_combination(**choices)
-    assert str(caught.value) == sentence
+def test_what_does_not_go_together_is_refused() -> None:
+    rows = [
+        ({"strategy": "fsdp", "offload": "optimizer"}, "FSDP2"),
+        ({"strategy": "ddp", "offload": "optimizer", "ranks": 2}, "ddp cannot"),
+        ({"strategy": "zero2", "offload": "all", "ranks": 2}, "zero2 cannot"),
+        ({"strategy": "fsdp", "offload": "all", "optimizer": "adamw8bit"}, "adamw8bit"),
+        ({"ranks": 2}, "strategy='single'"),
+        ({"strategy": "zero3", "pp": 4}, "takes no zero3"),
+        ({"strategy": "zero1", "offload": "optimizer", "pp": 4}, "offload='optimizer'"),
+        ({"method": "qlora", "tp": 2}, "bitsandbytes"),
+    ]
+    assert_refused((partial(check_combination, **choices), ValueError, fragment) for choices, fragment in rows)
+    assert not why_not(strategy="zero1", pp=4, ranks=2) and not why_not(strategy="fsdp", offload="all", ranks=2)
 
 
-def test_each_strategy_offloads_what_it_shards() -> None:
-    for strategy, offload in itertools.product(STRATEGIES, OFFLOADS):
-        goes = not why_not(strategy=strategy, offload=offload)
-        assert goes == (offload in STRATEGIES[strategy].offloads)
-        if offload != "none" and goes:
-            assert ("weights" if offload == "all" else "optimizer") in STRATEGIES[strategy].shards
-
-
-def test_every_choice_is_checked() -> None:
+def test_every_choice_is_checked_and_the_nearest_is_offered() -> None:
     for name, values in CHOICES.items():
         for value in values:
             check_choice(name, value)
-        with pytest.raises(ValueError, match=f"{name}='{values[0]}x' is no choice: did you mean '"):
-            check_choice(name, values[0] + "x")
-    with pytest.raises(ValueError, match="weights in 4 bits cannot be trained themselves: that is method='qlora'"):
-        check_choice("precision", "nf4")
+        assert_refused([(partial(check_choice, name, values[0] + "x"), ValueError, f"{name}='{values[0]}x'")])
+    assert_refused(
+        [
+            (partial(check_choice, "precision", "nf4"), ValueError, "qlora"),
+            (partial(pick, "method", "qlorra", ["full", "lora", "qlora"]), ValueError, "'qlora'"),
+        ]
+    )
+    assert did_you_mean("Fsdp2", ["ddp", "fsdp", "zero-3"]) == ["fsdp"]
+    assert did_you_mean("zero_3", ["ddp", "fsdp", "zero-3"]) == ["zero-3"]
+    assert did_you_mean("qqq", ["ddp", "fsdp"]) == []
 
 
 def test_tensor_parallelism_needs_equal_parts() -> None:
-    assert not why_not_tensor_parallel(TINY, 2)
-    assert why_not_tensor_parallel(TINY, 4) == (
-        "2 kv heads do not divide over 4 tensor-parallel ranks: take one of 1, 2 ranks."
-    )
-    assert not why_not_tensor_parallel(TINY, 4, repeat_kv_heads=True)
     assert tensor_parallel_degrees(TINY) == [1, 2] and tensor_parallel_degrees(TINY, repeat_kv_heads=True) == [1, 2, 4]
-    assert "4 kv heads" in why_not_tensor_parallel(QWEN, 7, repeat_kv_heads=True)
-    assert "32,000 tokens of the vocabulary" in why_not_tensor_parallel(Widths(12, 12, 48, 32_000), 3)
-    assert "or pad the vocabulary to 32,001." in why_not_tensor_parallel(Widths(12, 12, 48, 32_000), 3)
-    with pytest.raises(ValueError, match="tp=0: give a whole number of at least 1"):
-        why_not_tensor_parallel(TINY, 0)
+    assert not why_not_tensor_parallel(TINY, 2) and not why_not_tensor_parallel(TINY, 4, repeat_kv_heads=True)
+    assert "2 kv heads" in why_not_tensor_parallel(TINY, 4)
+    assert "4 kv heads" in why_not_tensor_parallel(Widths(28, 4, 18944, 152064), 7, repeat_kv_heads=True)
+    assert "32,001" in why_not_tensor_parallel(Widths(12, 12, 48, 32_000), 3)  # the vocabulary, padded
+    assert_refused([(partial(why_not_tensor_parallel, TINY, 0), ValueError, "tp=0")])
 
 
 def test_schedules_and_their_numbers() -> None:
     check_schedule("1f1b", 4, 3)
     check_schedule("interleaved", 4, 8, 2)
-    refused = {
-        ("interleave", 4, 8, 2): "did you mean 'interleaved'",
-        ("interleaved", 4, 8, 1): "is '1f1b'; give at least 2",
-        ("interleaved", 4, 6, 2): "not a multiple of the 4 ranks.*take 8",
-        ("gpipe", 4, 8, 2): "one stage per rank; take schedule='interleaved'",
-        ("1f1b", 0, 8, 1): "stages=0: give a whole number of at least 1",
-    }
-    for numbers, words in refused.items():
-        with pytest.raises(ValueError, match=words):
-            check_schedule(*numbers)
+    assert_refused(
+        [
+            (partial(check_schedule, "interleave", 4, 8, 2), ValueError, "'interleaved'"),
+            (partial(check_schedule, "interleaved", 4, 8, 1), ValueError, "virtual_stages=1"),
+            (partial(check_schedule, "interleaved", 4, 6, 2), ValueError, "num_microbatches=6"),
+            (partial(check_schedule, "gpipe", 4, 8, 2), ValueError, "virtual_stages=2"),
+            (partial(check_schedule, "1f1b", 0, 8, 1), ValueError, "stages=0"),
+        ]
+    )
+
+
+def test_what_is_no_count_or_no_positive_number_is_refused() -> None:
+    check_counts(ranks=np.int64(2))
+    positive(seconds=np.float32(0.5))
+    assert_refused((partial(check_counts, ranks=bad), ValueError, "ranks=") for bad in (0, 1.5, True, "2", None))
+    assert_refused(
+        (partial(positive, seconds=bad), ValueError, "seconds=")
+        for bad in (0, -1.0, float("inf"), float("nan"), True, "2")
+    )
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch) -> None:
+    path, private = tmp_path / "a.txt", tmp_path / "private.json"
+    files.write_atomically(path, "old")
+    path.chmod(0o640)
+    files.write_atomically(path, "größer\r\n", durable=True)
+    assert path.read_bytes() == "größer\r\n".encode() and path.stat().st_mode & 0o777 == 0o640
+    files.write_atomically(private, "{}", mode=0o600)
+    assert private.stat().st_mode & 0o777 == 0o600
+
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        files.write_atomically(path, b"new")
+    assert path.read_bytes() == "größer\r\n".encode() and sorted(os.listdir(tmp_path)) == ["a.txt", "private.json"]

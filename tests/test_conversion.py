@@ -1,22 +1,19 @@
-"""Whole models as tensors: cut for TP×PP, computed on the shards, put together again. No file and no rank is needed."""
+"""Whole models as tensors: split for TP×PP, put together again, and computed by Megatron-core's own model."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from shard_forward import forward
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from refusals import assert_refused
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from course_lib.launch import launch
+from course_lib.training.tensor import megatron_linears
 from course_tools.conversion import LAYOUTS, merge_state, split_state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,20 +27,17 @@ SIZES = {
     "max_position_embeddings": 32,
 }
 KINDS = {  # heads of other widths than hidden / heads, biases wherever the model can have them, tied and not
-    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
-    "llama-biases": (LlamaForCausalLM, LlamaConfig(**SIZES, head_dim=6, attention_bias=True, mlp_bias=True)),
-    "qwen2-tied": (Qwen2ForCausalLM, Qwen2Config(**SIZES, tie_word_embeddings=True)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=6)),
-    "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=10, tie_word_embeddings=True, attention_bias=True)),
+    "llama": LlamaConfig(**SIZES),
+    "llama-biases": LlamaConfig(**SIZES, head_dim=6, attention_bias=True, mlp_bias=True),
+    "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, head_dim=6),
+    "qwen3-tied": Qwen3Config(**SIZES, head_dim=10, tie_word_embeddings=True, attention_bias=True),
 }
-GRIDS = list(product((1, 2, 4), (1, 2, 4)))
-IDS = torch.arange(24).reshape(2, 12) * 7 % 60
 
 
 def built(kind: str) -> torch.nn.Module:
     """Every tensor random: a norm of ones or a bias of zeros would hide that it went to the wrong place."""
-    make, config = KINDS[kind]
-    model = make(config).eval()
+    model = AutoModelForCausalLM.from_config(KINDS[kind]).eval()
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         parameter.data = torch.randn_like(parameter) * 0.2 + ("norm" in name)
@@ -51,210 +45,189 @@ def built(kind: str) -> torch.nn.Module:
     return model
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def model(request):
-    return built(request.param)
-
-
-def grown(config, **changed):
-    return type(config)(**{**SIZES, **changed})
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_shards_compute_the_same_logits_and_come_back_byte_for_byte(model, layout):
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with torch.no_grad():
-        wanted = model(IDS).logits
-        for tp, pp in GRIDS:
-            shards = split_state(model.state_dict(), model.config, tp=tp, pp=pp, layout=layout)
-            assert set(shards) == set(product(range(tp), range(pp)))
-            found = forward(shards, model.config, IDS, tp=tp, pp=pp, layout=layout)
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5, msg=lambda m: f"{tp=} {pp=}: {m}")  # noqa: B023
-
+def test_shards_of_every_grid_come_back_byte_for_byte(layout):
+    for kind, padded in product(KINDS, [False, True] if layout == "megatron" else [False]):
+        model = built(kind)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        for tp, pp in product((1, 2, 4), (1, 2, 4)):
+            case = (kind, padded, tp, pp)
+            shards = split_state(model.state_dict(), model.config, tp=tp, pp=pp, layout=layout, pad_vocab=padded)
+            assert set(shards) == set(product(range(tp), range(pp))), case
             merged = merge_state(shards, model.config, layout=layout)
-            assert set(merged) == set(before)
-            assert all(torch.equal(merged[name], tensor) for name, tensor in before.items()), (tp, pp)
             for shard in shards.values():  # what is trained on a shard is nobody else's
                 for tensor in shard.values():
                     tensor.fill_(torch.nan)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-        assert all(torch.equal(merged[name], tensor) for name, tensor in before.items())
-        again = type(model)(model.config).eval()
-        again.load_state_dict(merged)
-        assert torch.equal(again(IDS).logits, wanted)
+            assert set(merged) == set(before), case
+            for name, tensor in before.items():
+                assert torch.equal(merged[name], tensor) and torch.equal(model.state_dict()[name], tensor), (name, case)
 
 
-def test_a_shard_holds_its_share_and_no_more():
-    model = built("llama")
-    whole = sum(tensor.numel() for tensor in model.state_dict().values())
-    norms = sum(tensor.numel() for name, tensor in model.state_dict().items() if "norm" in name)
-    for layout in LAYOUTS:
-        shards = split_state(model.state_dict(), model.config, tp=4, pp=2, layout=layout)
-        assert sum(t.numel() for shard in shards.values() for t in shard.values()) == whole + 3 * norms
-        assert all(t.is_contiguous() for shard in shards.values() for t in shard.values())
+def test_a_rank_holds_its_rows_or_columns_and_a_stage_its_layers():
+    """Megatron-LM's cut: rows of what goes into the block, columns of what comes out of it; norms on every rank."""
+    model, rows = (
+        built("llama-biases"),
+        ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
+    )
+    shards = split_state(model.state_dict(), model.config, tp=2, pp=2)
+    for name, whole in model.state_dict().items():
+        layer = int(name.split(".")[2]) if ".layers." in name else None
+        stage = layer // 2 if layer is not None else int("embed" not in name)
+        local = name if layer is None else name.replace(f".{layer}.", f".{layer % 2}.")
+        first, second = (shards[rank, stage].pop(local) for rank in range(2))
+        columns = name.endswith(("o_proj.weight", "down_proj.weight"))
+        if columns or any(part in name for part in rows):
+            assert torch.equal(torch.cat([first, second], dim=1 if columns else 0), whole), name
+        else:
+            assert torch.equal(first, whole) and torch.equal(second, whole), name
+    assert not any(shards.values())  # nothing else is in them
 
 
-@pytest.mark.parametrize("kind", ["llama-biases", "qwen3-tied"])
-def test_megatrons_fused_matrices_row_by_row(kind):
-    """The layout written out by head: [query groups, (heads a group + 2) * width, hidden], whole groups on each rank."""
-    model = built(kind)
-    state, config = model.state_dict(), model.config
-    heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    shards = split_state(state, config, tp=2, pp=2, layout="megatron")
-    for what in ("weight", "bias"):
-        for rank in range(2):
-            expected = []
-            for group in range(rank * groups // 2, (rank + 1) * groups // 2):
-                blocks = [("q", head) for head in range(heads) if head * groups // heads == group]
-                for which, block in [*blocks, ("k", group), ("v", group)]:
-                    source = state[f"model.layers.3.self_attn.{which}_proj.{what}"]
-                    expected += [source[block * width + row] for row in range(width)]
-            fused = shards[rank, 1][f"decoder.layers.1.self_attention.linear_qkv.{what}"]
-            assert torch.equal(fused, torch.stack(expected)), (what, rank)
-    gate, up = (state[f"model.layers.3.mlp.{name}_proj.weight"] for name in ("gate", "up"))
-    fused = shards[1, 1]["decoder.layers.1.mlp.linear_fc1.weight"]
-    assert torch.equal(fused, torch.stack([*gate[24:48], *up[24:48]]))
-
-
-def test_megatrons_names():
-    shards = split_state(built("qwen3-tied").state_dict(), KINDS["qwen3-tied"][1], tp=1, pp=4, layout="megatron")
-    layer = {
-        f"decoder.layers.0.{name}"
-        for name in (
-            "self_attention.linear_qkv.layer_norm_weight",
-            "self_attention.linear_qkv.weight",
-            "self_attention.linear_qkv.bias",
-            "self_attention.q_layernorm.weight",
-            "self_attention.k_layernorm.weight",
-            "self_attention.linear_proj.weight",
-            "self_attention.linear_proj.bias",
-            "mlp.linear_fc1.layer_norm_weight",
-            "mlp.linear_fc1.weight",
-            "mlp.linear_fc2.weight",
-        )
-    }
-    assert set(shards[0, 0]) == layer | {"embedding.word_embeddings.weight"}
-    assert set(shards[0, 1]) == set(shards[0, 2]) == layer
-    assert set(shards[0, 3]) == layer | {"decoder.final_layernorm.weight", "output_layer.weight"}
-
-
-def test_concatenating_fused_shards_as_one_matrix_is_not_a_merge():
-    """The classic mistake: [q k v] of rank 0 above [q k v] of rank 1 is not [q k v] of the model."""
-    model = built("llama")
-    state, config = model.state_dict(), model.config
-    halves = split_state(state, config, tp=2, pp=1)
-    name = "model.layers.0.self_attn.{}_proj.weight"
-    fused = [torch.cat([halves[rank, 0][name.format(which)] for which in "qkv"]) for rank in range(2)]
-    wrong = dict(zip("qkv", torch.cat(fused).split([32, 16, 16]), strict=True))
-    with torch.no_grad():
-        wanted = model(IDS).logits
-        model.load_state_dict(state | {name.format(which): tensor for which, tensor in wrong.items()})
-        assert (model(IDS).logits - wanted).abs().max() > 0.1  # no error, no warning, other logits
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2-tied"])
-def test_a_padded_vocabulary_is_a_multiple_of_128_for_each_rank(kind):
-    model = built(kind)
-    with torch.no_grad():
-        shards = split_state(model.state_dict(), model.config, tp=2, pp=2, layout="megatron", pad_vocab=True)
-        assert shards[1, 0]["embedding.word_embeddings.weight"].shape == (128, 32)
-        assert not shards[1, 1]["output_layer.weight"].any()  # all 60 tokens are rank 0's
-        found = forward(shards, model.config, IDS, tp=2, pp=2, layout="megatron")
-        torch.testing.assert_close(found, model(IDS).logits, rtol=1e-4, atol=1e-5)
-    merged = merge_state(shards, model.config, layout="megatron")
-    assert all(torch.equal(merged[name], tensor) for name, tensor in model.state_dict().items())
-    odd = grown(model.config, vocab_size=61)  # a prime: cannot be cut, and padding helps
-    with pytest.raises(
-        ValueError, match=r"tp=2 does not divide the model's 61 rows of the vocabulary \(layout megatron"
-    ):
-        split_state({}, odd, tp=2, pp=1)
-    with pytest.raises(ValueError, match="lacks the tensor model.embed_tokens"):  # past the grid
-        split_state({}, odd, tp=2, pp=1, layout="megatron", pad_vocab=True)
-    with pytest.raises(ValueError, match="pad_vocab goes with layout='megatron'"):
-        split_state(model.state_dict(), model.config, tp=2, pp=1, pad_vocab=True)
-
-
-@pytest.mark.parametrize(
-    ("changed", "grid", "sentence"),
-    [
-        (
-            {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 36},
-            (4, 1),
-            "6 attention heads: it may be 1 or 3.",
-        ),
-        (
-            {"num_key_value_heads": 2},
-            (4, 1),
-            "2 key/value heads (each rank needs whole ones of its own): it may be 1 or 2.",
-        ),
-        ({"intermediate_size": 50}, (4, 1), "50 columns of the MLP: it may be 1 or 2."),
-        ({}, (1, 3), "pp=3 does not divide the model's 4 layers: it may be 1, 2 or 4."),
-        ({}, (1, 8), "pp=8 does not divide the model's 4 layers"),
-        ({}, (0, 1), "tp=0: give a whole number of at least 1."),
-        ({}, (True, 1), "tp=True: give a whole number"),
-        ({}, (1, 2.0), "pp=2.0: give a whole number"),
-    ],
-)
-def test_a_grid_that_does_not_divide_the_model_is_refused(changed, grid, sentence):
-    config = grown(LlamaConfig(), **{"head_dim": 4, **changed})
-    for layout, pad in (("hugging_face", False), ("megatron", True)):
-        with pytest.raises(ValueError) as refused:
-            split_state({}, config, tp=grid[0], pp=grid[1], layout=layout, pad_vocab=pad)
-        assert sentence in str(refused.value)
-
-
-def test_tensors_that_are_not_the_models_are_refused():
+def test_megatrons_stages_hold_their_layers_and_the_last_one_a_tied_embeddings_copy():
     model = built("qwen2-tied")
-    state = model.state_dict()
+    shards = split_state(model.state_dict(), model.config, tp=1, pp=2, layout="megatron")
+    norm, embedding = "self_attention.linear_qkv.layer_norm_weight", model.state_dict()["model.embed_tokens.weight"]
+    for layer in range(4):
+        expected = model.state_dict()[f"model.layers.{layer}.input_layernorm.weight"]
+        assert torch.equal(shards[0, layer // 2][f"decoder.layers.{layer % 2}.{norm}"], expected), layer
+    ends = [{name for name in shards[0, stage] if ".layers." not in name} for stage in range(2)]
+    assert ends == [{"embedding.word_embeddings.weight"}, {"decoder.final_layernorm.weight", "output_layer.weight"}]
+    assert torch.equal(shards[0, 1]["output_layer.weight"], embedding)
+
+
+def logits_by_megatron(kinds: list[str], length: int) -> dict[str, tuple[float, float]]:
+    """On each rank: per kind the largest difference between the logits, and the largest logit."""
+    import torch.distributed as dist
+
+    megatron_linears.megatron_core()
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    # All that it asks of CUDA here: where to put a buffer, and the random numbers of a dropout that is 0.
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    results = {}
+    for kind in kinds:
+        model = built(kind)
+        c, ids = model.config, torch.arange(2 * length).reshape(2, length) * 7 % 60
+        config = TransformerConfig(
+            num_layers=c.num_hidden_layers,
+            hidden_size=c.hidden_size,
+            num_attention_heads=c.num_attention_heads,
+            num_query_groups=c.num_key_value_heads,
+            kv_channels=getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+            ffn_hidden_size=c.intermediate_size,
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            normalization="RMSNorm",
+            layernorm_epsilon=c.rms_norm_eps,
+            add_bias_linear=False,
+            add_qkv_bias="qwen2" in kind,
+            qk_layernorm="qwen3" in kind,
+            use_cpu_initialization=True,
+            tensor_model_parallel_size=2,
+            attention_softmax_in_fp32=True,
+            **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0),
+            **dict.fromkeys(("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"), False),
+            **dict.fromkeys(("gradient_accumulation_fusion", "apply_rope_fusion", "persist_layer_norm"), False),
+        )
+        theirs = GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm="qwen3" in kind, normalization="RMSNorm"),
+            vocab_size=256,  # 60 padded to a multiple of 128 for each of two ranks
+            max_sequence_length=length,
+            position_embedding_type="rope",
+            rotary_base=c.rope_parameters["rope_theta"],
+            share_embeddings_and_output_weights=c.tie_word_embeddings,
+            parallel_output=False,
+        ).eval()
+        state = split_state(model.state_dict(), c, tp=2, pp=1, layout="megatron", pad_vocab=True)[dist.get_rank(), 0]
+        # our names are those of its layers for GPUs (Transformer Engine); on a CPU the norms are layers of their own
+        for fused, apart in (
+            ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+            ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+        ):
+            state = {name.replace(fused, apart): tensor for name, tensor in state.items()}
+        odd = theirs.load_state_dict(state, strict=False)
+        assert not odd.unexpected_keys and all("_extra_state" in name for name in odd.missing_keys), odd
+        hidden = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
+        with torch.no_grad():
+            wanted = model(ids).logits
+            logits = theirs(ids, torch.arange(length).expand(2, length), hidden)[..., :60]
+        results[kind] = ((logits - wanted).abs().max().item(), wanted.abs().max().item())
+    return results
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason=megatron_linears.INSTALL)
+def test_megatron_takes_the_shards_and_gives_the_same_logits(private_tmp):
+    kinds = ["llama", "qwen2-tied", "qwen3"]
+    for results in launch(logits_by_megatron, kinds, 12, ranks=2, quiet=True, timeout=150).results:
+        assert list(results) == kinds
+        for kind, (difference, largest) in results.items():
+            assert difference < 2e-5 * largest, kind
+
+
+def test_what_cannot_be_split_is_refused():
+    model = built("qwen2-tied")
+    state, config = model.state_dict(), model.config
     norm, q = "model.norm.weight", "model.layers.2.self_attn.q_proj.weight"
-    for wrong, sentence in (
-        ({k: v for k, v in state.items() if k != norm}, f"The model lacks the tensor {norm}."),
-        (state | {q: state[q][:-1]}, rf"The model has {q} of shape \[31, 32\] instead of \[32, 32\]."),
-        (state | {"extra": state[norm]}, "a tensor extra that the model's configuration does not know"),
-        (state | {"lm_head.weight": state["lm_head.weight"] + 1}, "config ties them"),
-        (state | {q: state[q].bfloat16()}, "different dtypes and cannot be fused"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            split_state(wrong, model.config, tp=2, pp=2, layout="megatron")
-    with pytest.raises(ValueError, match="type 'mistral' is not one"):
-        split_state(state, MistralConfig(**SIZES), tp=1, pp=1)
-    with pytest.raises(ValueError, match="layout='nemo' is not one of hugging_face, megatron"):
-        split_state(state, model.config, tp=1, pp=1, layout="nemo")
+
+    def split(tensors=state, config=config, *, tp=2, pp=2, layout="megatron", **more):
+        return partial(split_state, tensors, config, tp=tp, pp=pp, layout=layout, **more)
+
+    def resized(**sizes):
+        return LlamaConfig(**{**SIZES, "head_dim": 4, **sizes})
+
+    heads = resized(num_attention_heads=6, num_key_value_heads=3, hidden_size=36)
+    lacking = {name: tensor for name, tensor in state.items() if name != norm}
+    assert_refused(
+        [
+            (split({}, heads, tp=4), ValueError, "6 attention heads"),
+            (split({}, resized(num_key_value_heads=2), tp=4), ValueError, "2 key/value heads"),
+            (split({}, resized(vocab_size=61)), ValueError, "61 rows"),
+            (split({}, resized(vocab_size=61), pad_vocab=True), ValueError, "embed_tokens"),  # past the grid
+            (split(pp=3), ValueError, "pp=3"),
+            (split(tp=0), ValueError, "tp=0"),
+            (split(pad_vocab=True, layout="hugging_face"), ValueError, "pad_vocab"),
+            (split(layout="nemo"), ValueError, "'nemo'"),
+            (split(config=MistralConfig(**SIZES)), ValueError, "'mistral'"),
+            (split(lacking), ValueError, norm),
+            (split(state | {q: state[q][:-1]}), ValueError, "[31, 32]"),
+            (split(state | {"lm_head.weight": state["lm_head.weight"] + 1}), ValueError, "lm_head.weight"),
+            (split(state | {q: state[q].bfloat16()}), ValueError, "dtypes"),
+        ]
+    )
     old = state | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}  # computed, not learned
-    split_state({k: v for k, v in old.items() if k != "lm_head.weight"}, model.config, tp=1, pp=1)
+    split({name: tensor for name, tensor in old.items() if name != "lm_head.weight"})()
 
 
 def test_shards_that_do_not_fit_are_refused():
     model = built("qwen2-tied")
-    config = model.config
+    norm, output = "decoder.final_layernorm.weight", "output_layer.weight"
 
-    def fresh(layout: str = "megatron"):
-        return split_state(model.state_dict(), config, tp=2, pp=2, layout=layout)
+    def merge(change=lambda shards: None, layout="megatron"):
+        shards = split_state(model.state_dict(), model.config, tp=2, pp=2, layout=layout)
+        change(shards)
+        return lambda: merge_state(shards, model.config, layout="megatron")
 
-    def refused(shards, sentence, layout="megatron"):
-        with pytest.raises(ValueError, match=sentence):
-            merge_state(shards, config, layout=layout)
-
-    qkv, norm = "decoder.layers.0.self_attention.linear_qkv.weight", "decoder.final_layernorm.weight"
-    refused({}, "There are no shards")
-    refused({k: v for k, v in fresh().items() if k != (1, 0)}, r"The shard \(1, 0\) is missing")
-    refused(fresh("hugging_face"), "of layout hugging_face")
-    refused(fresh(), "of layout megatron", "hugging_face")
-    shards = fresh()
-    shards[1, 1][qkv] = shards[1, 1][qkv][:-2]
-    refused(shards, rf"tp rank 1 and stage 1 has {qkv} of shape \[30, 32\] instead of \[32, 32\]")
-    shards = fresh()
-    shards[0, 1][qkv] = shards[0, 1][qkv].double()
-    refused(shards, "another dtype on one tp rank")
-    shards = fresh()  # what happens where a training forgets to add up these gradients
-    shards[1, 1][norm] += 1
-    refused(shards, f"{norm} of tp rank 1 differs from tp rank 0's")
-    shards = fresh()
-    shards[1, 1]["output_layer.weight"] += 1
-    refused(
-        shards, "output_layer.weight of stage 1 differs from embedding.word_embeddings.weight of stage 0 on tp rank 1"
+    assert_refused(
+        [
+            (merge(dict.clear), ValueError, "no shards"),
+            (merge(lambda shards: shards.pop((1, 0))), ValueError, "(1, 0)"),
+            (merge(layout="hugging_face"), ValueError, "layout hugging_face"),
+            (merge(lambda shards: shards[0, 1].update({norm: shards[0, 1][norm].double()})), ValueError, "dtype"),
+            # what happens where a training forgets to add up the gradients of what several ranks hold
+            (merge(lambda shards: shards[1, 1][norm].add_(1)), ValueError, norm),
+            (merge(lambda shards: shards[1, 1][output].add_(1)), ValueError, output),
+        ]
     )
-    for place, shard in (shards := fresh()).items():  # a NaN is as good a value as any other
-        if place[1] == 1:
-            shard[norm][3] = torch.nan
-    assert merge_state(shards, config, layout="megatron")["model.norm.weight"].isnan().sum() == 1
+
+    def with_a_nan(shards):  # as good a value as any other
+        for rank in range(2):
+            shards[rank, 1][norm][3] = torch.nan
+
+    assert merge(with_a_nan)()["model.norm.weight"].isnan().sum() == 1

@@ -1,22 +1,23 @@
-"""Emulated hosts: ranks that cannot reach each other but over a slow link, and nothing left of them afterwards."""
+"""Emulated hosts behind a slow link, and memory that is short: both are real, and nothing of them is left afterwards."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
-from types import SimpleNamespace
 
 import cloudpickle
 import psutil
 import pytest
+import torch
+from refusals import assert_refused
 
 from course_lib.collectives.links import Link
-from course_lib.launch import RankFailed
-from course_lib.launch.emulation import CannotEmulate, delay, emulated_hosts, namespaces, through_the_link
+from course_lib.launch import launch
+from course_lib.launch.emulation import CannotEmulate, emulated_hosts, memory_limit, namespaces, through_the_link
 from course_lib.training.data_parallel.scaling import expected_step, scaling
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -33,123 +34,51 @@ def possible():
         pytest.skip(f"no network namespaces here: {error}")
 
 
-def holders() -> list[int]:
-    return [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["cat"]]
-
-
-def gone(pids, seconds=60.0):
-    """The pids that are still there after a while."""
-    give_up = time.monotonic() + seconds
-    while (left := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < give_up:
-        time.sleep(0.02)
-    return left
-
-
 def interfaces() -> str:
-    named = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return named + subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        "ip netns list && ip -brief link", shell=True, capture_output=True, text=True, check=True
+    ).stdout
 
 
-# ------------------------------------------------------------------------------------------------ namespaces
-def who_am_i():
-    import torch
+def look_around() -> tuple[str, tuple[str, ...], list[float], float, float]:
+    """Where this rank is, the sum over all, seconds of that all-reduce, and of ranks 2 and 4 sending to rank 0 at once."""
     import torch.distributed as dist
 
-    x = torch.full((3,), float(dist.get_rank() + 1))
-    dist.all_reduce(x)
-    own = {name: os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")}
-    return os.readlink("/proc/thread-self/ns/net"), own, x.tolist()
+    rank = dist.get_rank()
+    whole, piece = torch.full((2**17,), rank + 1.0), torch.zeros(2**16)
 
-
-def test_each_host_has_a_network_of_its_own(possible, no_leftovers):
-    before = interfaces()
-    with emulated_hosts(2, ranks_per_host=2, link=SLOW) as machines:
-        pids = holders()
-        assert len(pids) >= 3 and "2 hosts of 2 ranks in network namespaces" in str(machines)
-        run = machines.launch(who_am_i, quiet=True)
-        assert interfaces() == before  # nothing outside the namespaces
-    spaces = [result[0] for result in run.results]
-    here = os.readlink("/proc/self/ns/net")
-    assert spaces[0] == spaces[1] != spaces[2] == spaces[3] and here not in spaces
-    assert [tuple(result[1].values()) for result in run.results] == [
-        ("0", "2", "0"),
-        ("1", "2", "0"),
-        ("0", "2", "1"),
-        ("1", "2", "1"),
-    ]
-    assert all(result[2] == [10.0] * 3 for result in run.results)
-    assert [c.kind for c in run.collectives if c.rank == 3] == ["all_reduce"]
-    assert "Emulated" in run.stamp["summary"] and "50 Mbit/s" in run.stamp["emulated"]
-
-
-def speeds():
-    """Seconds of an all-reduce of 0.5 MiB, and of two ranks sending 0.25 MiB each to rank 0 at the same time; and the
-    bytes that this rank's host has sent to others."""
-    import torch
-    import torch.distributed as dist
-
-    def timed(work):
+    def timed(work) -> float:
         dist.barrier()
         began = time.perf_counter()
         work()
         dist.barrier()
         return time.perf_counter() - began
 
-    whole, piece = torch.zeros(2**17), torch.zeros(2**16)
-
-    def to_rank_0():
-        if dist.get_rank():
+    def to_rank_0() -> None:
+        if rank in (2, 4):
             dist.send(piece, 0)
-        else:
-            for work in [dist.irecv(torch.zeros(2**16), source) for source in (1, 2)]:
+        elif rank == 0:
+            for work in [dist.irecv(torch.zeros(2**16), source) for source in (2, 4)]:
                 work.wait()
 
     seconds = timed(lambda: dist.all_reduce(whole)), timed(to_rank_0)
-    with open("/proc/thread-self/net/dev") as counters:
-        lines = [line.split(":") for line in counters if ":" in line]
-    return *seconds, sum(int(numbers.split()[8]) for name, numbers in lines if name.strip() != "lo")
+    variables = tuple(os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"))
+    return os.readlink("/proc/thread-self/ns/net"), variables, whole.unique().tolist(), *seconds
 
 
-def test_packets_take_the_time_of_the_link_both_ways(possible, no_leftovers):
-    with emulated_hosts(3, link=SLOW) as machines:
-        ring, server, sent = machines.launch(speeds, quiet=True).results[1]
-    assert sent > 2 * 2 / 3 * 2**19 + 2**18
-    assert ring > WIRE * 2 * 2 / 3 * 2**19 / 6.25e6  # 0.11 s
-    assert server > WIRE * 2 * 2**18 / 6.25e6  # 0.08 s: the receiver's cable is the bottleneck, not the senders'
-
-
-def test_ranks_of_one_host_talk_past_the_link(possible, no_leftovers):
-    with emulated_hosts(1, ranks_per_host=3, link=Link("1 Mbit/s", 0, 1.25e5)) as machines:
-        assert machines.launch(speeds, quiet=True).results[0][2] < 2**18
-
-
-def test_an_exception_leaves_nothing(possible, no_leftovers):
-    def fails():
-        raise ZeroDivisionError("on purpose")
-
-    with pytest.raises(RankFailed, match="on purpose"), emulated_hosts(2) as machines:
-        pids = holders()
-        machines.launch(fails, quiet=True)
-    assert pids and not gone(pids)
-
-
-def test_ctrl_c_leaves_nothing(possible, no_leftovers, tmp_path):
-    def waits(path):
-        with open(path, "w"):
-            time.sleep(100)
-
-    def press():
-        while not (tmp_path / "there").exists():
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    finger = threading.Thread(target=press)
-    with pytest.raises(KeyboardInterrupt), emulated_hosts(2) as machines:
-        pids = holders()
-        finger.start()
-        machines.launch(waits, str(tmp_path / "there"), quiet=True)
-    finger.join()
-    assert pids and not gone(pids)
+@pytest.mark.system
+def test_each_host_has_a_network_of_its_own_and_packets_take_the_time_of_the_link(possible, no_leftovers):
+    before = interfaces()
+    with emulated_hosts(3, ranks_per_host=2, link=SLOW) as machines:
+        run = machines.launch(look_around, threads=1, quiet=True)
+        assert interfaces() == before  # nothing outside the namespaces
+    spaces, variables, sums, all_reduce, to_one = zip(*run.results, strict=True)
+    assert spaces[0::2] == spaces[1::2] and len({os.readlink("/proc/self/ns/net"), *spaces}) == 4
+    assert list(variables) == [(str(rank % 2), "2", str(rank // 2)) for rank in range(6)]
+    assert list(sums) == [[21.0]] * 6
+    assert all_reduce[0] > WIRE * 2 * 2 / 3 * 2**19 / 6.25e6  # 0.09 s
+    assert to_one[0] > WIRE * 2 * 2**18 / 6.25e6  # the receiver's cable is the bottleneck, not the senders'
+    assert "50 Mbit/s" in run.stamp["emulated"] and "Emulated" in run.stamp["summary"]
 
 
 PROGRAM = """
@@ -157,62 +86,42 @@ import os, sys, time
 sys.path.insert(0, os.getcwd())
 from course_lib.launch.emulation import emulated_hosts
 with emulated_hosts(2) as machines:
-    print(*[path.split("/")[2] for path in machines.paths], flush=True)
-    time.sleep(100)
+    print(machines.how, flush=True)
+    time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_notebook_that_is_killed_leaves_nothing(possible, number):
+@pytest.mark.system
+def test_a_notebook_that_is_killed_or_interrupted_leaves_no_namespace(possible):
     before = interfaces()
-    program = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    pids = list(map(int, program.stdout.readline().split()))
-    family = [program.pid, *(p.pid for p in psutil.Process(program.pid).children(recursive=True))]
-    assert len(pids) == 2 and set(pids) < set(family) and len(family) == 4
-    program.send_signal(number)
-    program.wait(60)
-    program.stdout.close()
-    assert not gone(family) and interfaces() == before
+    for number in (signal.SIGINT, signal.SIGKILL):
+        program = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert program.stdout.readline() == "namespaces\n"
+        holders = psutil.Process(program.pid).children(recursive=True)
+        assert len(holders) == 3, number  # of the switch and two hosts
+        program.send_signal(number)
+        program.wait(60)
+        program.stdout.close()
+        assert psutil.wait_procs(holders, timeout=60)[1] == [], number
+        assert interfaces() == before, number
 
 
-# -------------------------------------------------------------------------------------------- the way without
-def test_without_the_tools_it_says_why_and_delays(monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    with emulated_hosts(2, link=SLOW) as machines:
-        assert machines.how == "delay" and "missing: unshare, nsenter, ip, tc" in machines.why
-        assert machines.why in str(machines) and "holding DDP's gradients back" in str(machines)
-    with pytest.raises(CannotEmulate, match="missing: unshare"), emulated_hosts(2, how="namespaces"):
-        pass
-
-
-def test_a_refusal_of_the_system_is_passed_on(possible, monkeypatch, tmp_path):
-    for tool, said in (("unshare", "not permitted"), ("tc", "no tbf here")):
-        fake = tmp_path / tool
-        fake.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
-        fake.chmod(0o755)
-        with monkeypatch.context() as patch:
-            patch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-            before = set(holders())
-            with emulated_hosts(2, link=SLOW) as machines:
-                assert machines.how == "delay" and said in machines.why
-            assert not gone(set(holders()) - before)
-        fake.unlink()
-
-
-def test_the_wire_carries_one_bucket_at_a_time(monkeypatch):
-    now = 7.0
-    monkeypatch.setattr(delay, "time", SimpleNamespace(perf_counter=lambda: now))
-    wire = delay._Wire(SLOW)
-    assert [wire.arrival(2, 625_000) for _ in range(3)] == pytest.approx([7.1, 7.2, 7.3])
-    now = 8.0
-    assert wire.arrival(2, 625_000) == pytest.approx(8.1)  # it was free meanwhile
+def test_where_the_system_refuses_it_says_why_and_delays(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for expected in ("missing", "not permitted"):
+        with emulated_hosts(2, link=SLOW) as machines:
+            assert machines.how == "delay" and expected in machines.why and machines.why in str(machines)
+        with pytest.raises(CannotEmulate, match=expected), emulated_hosts(2, how="namespaces"):
+            pass
+        for tool in ("unshare", "nsenter", "ip", "tc"):
+            (tmp_path / tool).write_text("#!/bin/sh\necho 'not permitted' >&2\nexit 1\n")
+            (tmp_path / tool).chmod(0o755)
 
 
 def one_backward():
     """Seconds of a backward pass, and the gradient of the mean over ranks of (rank + 1) * w."""
-    import torch
     import torch.distributed as dist
 
     model = through_the_link(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2**14, 1, bias=False)))
@@ -230,34 +139,17 @@ def test_held_back_gradients_are_the_mean_that_ddp_computes(no_leftovers):
             assert gradient == [1.5] and took > 2 * 0.05 + 2**16 / 1e6
 
 
-def test_only_ddp_can_be_delayed():
-    with pytest.raises(ValueError, match="int has no buckets to delay: wrap it in DistributedDataParallel"):
-        through_the_link(3)
-
-
-# ------------------------------------------------------------------------------------------------- scaling
-SMALL = dict(steps=3, compute_seconds=0.05)
-
-
-@pytest.mark.parametrize("how", ["delay", "namespaces"])
-def test_the_link_slows_training_down_and_changes_no_loss(how, request, no_leftovers):
-    if how == "namespaces":
-        request.getfixturevalue("possible")
+def test_the_link_slows_training_down_and_changes_no_loss(no_leftovers):
     link = Link("100 Mbit/s", 0, 12.5e6)
-    fast, slow = (scaling(3, which, how=how, **SMALL) for which in (None, link))
+    fast, slow = (scaling(3, which, how="delay", steps=3, compute_seconds=0.05) for which in (None, link))
     assert slow.gradient_bytes == 4 * 803_968
     assert slow.losses == pytest.approx(fast.losses, rel=1e-6)
     # At least 0.27 s, on any machine. How much faster the others are, the rest of the machine decides.
     assert slow.step_seconds > WIRE * 4 / 3 * slow.gradient_bytes / link.bandwidth
+    assert fast.step_seconds > 0.05
     assert slow.tokens_per_second == pytest.approx(3 * 32 / slow.step_seconds)
-    assert "Emulated: 3 hosts" in slow.emulation and "50 ms of sleep a micro-batch" in slow.emulation
-    adapters = scaling(3, link, adapters=True, how=how, **SMALL)
-    assert adapters.gradient_bytes == 74_752
-
-
-def test_computing_is_at_least_what_was_asked_for(no_leftovers):
-    alone = scaling(1, None, how="delay", steps=3, compute_seconds=0.2)
-    assert alone.step_seconds > 0.2 and "1 host of 1 rank" in alone.emulation
+    assert "Emulated: 3 hosts" in slow.emulation and "50 ms" in slow.emulation
+    assert scaling(2, None, adapters=True, how="delay", steps=3, compute_seconds=0.05).gradient_bytes == 74_752
 
 
 def test_the_expected_step_hides_what_fits_under_backward():
@@ -266,29 +158,68 @@ def test_the_expected_step_hides_what_fits_under_backward():
     assert expected_step(1, free, **same) == 4.0
     assert expected_step(2, free, **same) == pytest.approx(4 + 1 / 4)  # 1 s of wire: only the last layer's shows
     assert expected_step(2, Link("slower", 0, 1e5), **same) == pytest.approx(4 + 10 - 2)  # 10 s, of which 2 hide
-    assert expected_step(2, free, gradient_accumulation_steps=3, **same) == pytest.approx(12.25)
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda: emulated_hosts(0).__enter__(), "hosts=0: give a whole number from 1 to 250."),
-        (lambda: emulated_hosts(2, 0).__enter__(), "ranks_per_host=0"),
-        (lambda: emulated_hosts(2, link="ethernet").__enter__(), "did you mean 'ethernet-"),
-        (lambda: emulated_hosts(2, how="magic").__enter__(), "how='magic' is no choice"),
-        (lambda: scaling(2, None, steps=2), "steps=2: the first two are warm-up"),
-        (lambda: scaling(2, None, compute_seconds=0), "compute_seconds=0"),
-    ],
-)
-def test_bad_input_is_a_sentence(call, said):
-    with pytest.raises(ValueError) as error:
-        call()
-    assert said in str(error.value)
+# ---------------------------------------------------------------------------------------------------------------- memory
+MIB = 2**20
 
 
-def test_a_wrong_call_is_told_before_any_rank_starts():
+def refuses(num_bytes: int, pieces: int = 1) -> bool:
+    """Whether torch's allocator refuses one of so many tensors of so many bytes, all alive at once."""
+    try:
+        tensors = [torch.ones(num_bytes, dtype=torch.uint8) for _ in range(pieces)]
+    except RuntimeError as error:
+        assert "can't allocate memory" in str(error)
+        return True
+    del tensors
+    return False
+
+
+def in_a_rank() -> dict[str, bool]:
+    holds: dict[str, bool] = {}
+    # what the process has freed and kept must not be a way round the limit. glibc keeps up to twice the largest block
+    # that was ever freed, so a block of 30 MiB makes it keep these 50 times 1 MiB
+    torch.ones(30 * MIB, dtype=torch.uint8)
+    low = [torch.ones(MIB, dtype=torch.uint8) for _ in range(50)]
+    above = [bytearray(100_000) for _ in range(20)]  # alive above them on the heap: they cannot be given back
+    del low
+    with memory_limit.memory_limit(16 * MIB):
+        holds["kept memory counts"] = refuses(MIB, pieces=40)
+    del above
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with memory_limit.memory_limit(48 * MIB):
+        holds["what fits is given, again and again"] = not refuses(40 * MIB) and not refuses(40 * MIB)
+        holds["too much is refused"] = refuses(56 * MIB)
+    holds["afterwards"] = not refuses(200 * MIB)
+    holds["the old limit"] = resource.getrlimit(resource.RLIMIT_DATA) == before
+    return holds
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is Linux's")
+def test_the_allocator_refuses_what_is_beyond_the_limit_and_nothing_else():
+    for holds in launch(in_a_rank, ranks=2, quiet=True).results:
+        assert not [name for name, good in holds.items() if not good]
+
+
+# ------------------------------------------------------------------------------------------------------------- bad input
+def test_bad_input_is_refused_before_any_rank_starts(monkeypatch):
+    def limit(num_bytes, device=None):
+        memory_limit.memory_limit(num_bytes, device=device).__enter__()
+
     with emulated_hosts(2, how="delay") as machines:
-        with pytest.raises(ValueError, match="ranks: the hosts decide that"):
-            machines.launch(who_am_i, ranks=3)
-        with pytest.raises(TypeError, match="too many positional"):
-            machines.launch(who_am_i, 1)
+        assert_refused(
+            [
+                (lambda: emulated_hosts(0).__enter__(), ValueError, "hosts=0"),
+                (lambda: emulated_hosts(2, link="ethernet").__enter__(), ValueError, "'ethernet-"),  # did you mean
+                (lambda: emulated_hosts(2, how="magic").__enter__(), ValueError, "'magic'"),
+                (lambda: machines.launch(one_backward, ranks=3), ValueError, "ranks"),
+                (lambda: machines.launch(one_backward, 1), TypeError, "positional"),
+                (lambda: through_the_link(3), ValueError, "DistributedDataParallel"),
+                (lambda: scaling(2, None, steps=2), ValueError, "steps=2"),
+                (lambda: limit(0), ValueError, "num_bytes=0"),
+                (lambda: limit("1 GB"), ValueError, "'1 GB'"),
+                (lambda: limit(MIB, "tpu"), ValueError, "'tpu'"),
+            ]
+        )
+    monkeypatch.setattr(memory_limit.sys, "platform", "darwin")
+    assert_refused([(lambda: limit(MIB, "cpu"), CannotEmulate, "darwin")])

@@ -1,51 +1,48 @@
-"""FSDP2 against one rank on the whole batch: the same losses and norms, and bytes, collectives and sentences as told."""
+"""FSDP2 against one rank on the whole batch: the same losses and norms, bytes and collectives as told, no fall-backs."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from functools import cache
 
+import cloudpickle
 import pytest
-from parity import TOLERANCE, Runs, off_by, one_rank
+import torch
+import torch.distributed as dist
+from parity import TOLERANCE, Runs, assert_same_training, off_by, one_rank
+from refusals import assert_refused
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+from course_lib.launch import launch
 from course_lib.models import tiny_llama
+from course_lib.models.data import sample_batch
 from course_lib.training.finetune.building import prepare
-from course_lib.training.sharded import fsdp
+from course_lib.training.sharded import accelerate_fsdp, accelerate_on_cpu, fsdp, fsdp_sharding
 
-STEPS, LONG = 3, 8
-SIZES = dict(steps=STEPS, global_batch=12, seq_len=32)
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 
-# A norm over one rank's shards alone would be off by 0.3.
-ON_TWO = {
-    "yes": dict(max_grad_norm=1.0),
-    "long": dict(steps=LONG),
-    "no": dict(reshard_after_forward="no"),
-    "whole": dict(wrap="whole"),
-    "accumulate": dict(gradient_accumulation_steps=2, max_grad_norm=1.0),
-    "every micro-batch": dict(gradient_accumulation_steps=2, sync_every_micro_batch=True, max_grad_norm=1.0),
-    "full checkpointing": dict(activation_checkpointing="full"),
-    "prefetch": dict(prefetch=2),
-    "offload": dict(offload=True, max_grad_norm=1.0),
-    "meta": dict(meta_init=True),
-    "lora": dict(method="lora"),
-    "lora, meta": dict(method="lora", meta_init=True),
-    "qlora": dict(method="qlora"),
-    "qlora, no": dict(method="qlora", reshard_after_forward="no", offload=True),
-    "bf16-mixed": dict(precision="bf16-mixed", steps=2),
-    "bf16": dict(precision="bf16", steps=2),
-    "fp16-mixed": dict(precision="fp16-mixed", max_grad_norm=1.0, steps=2),
+SIZES = dict(steps=3, global_batch=12, seq_len=32)
+LAUNCHES = {  # a norm over one rank's shards alone would be off by 0.3
+    2: {
+        "plain": {},
+        "no": dict(reshard_after_forward="no", offload=True),
+        "whole": dict(wrap="whole"),
+        "accumulate": dict(gradient_accumulation_steps=2, max_grad_norm=1.0),
+        "every micro-batch": dict(gradient_accumulation_steps=2, sync_every_micro_batch=True, max_grad_norm=1.0),
+        "checkpointing": dict(activation_checkpointing="full", prefetch=2),
+        "lora, meta": dict(method="lora", meta_init=True),
+        "qlora": dict(method="qlora"),
+        "bf16-mixed": dict(precision="bf16-mixed"),
+        "bf16": dict(precision="bf16"),
+    },
+    3: {"plain": dict(max_grad_norm=1.0)},  # 128 rows do not divide by 3
+    4: {"2x2": dict(mesh="2x2", max_grad_norm=1.0), "2": dict(reshard_after_forward="2")},
 }
-ON_FOUR = {
-    "yes": dict(prefetch=1),
-    "2x2": dict(mesh="2x2", max_grad_norm=1.0),
-    "2": dict(reshard_after_forward="2"),
-}
-ON_THREE = {"yes": dict(max_grad_norm=1.0)}
-ON_ONE = {"yes": dict(max_grad_norm=1.0)}
-LAUNCHES = {1: ON_ONE, 2: ON_TWO, 3: ON_THREE, 4: ON_FOUR}
-EVERY = [(ranks, name) for ranks, settings in LAUNCHES.items() for name in settings]
-SIXTEEN_BITS = {"bf16-mixed": 3e-3, "bf16": 1e-2, "fp16-mixed": 3e-4}  # bf16 rounds to 4e-3
+SIXTEEN_BITS = {"bf16-mixed": 3e-3, "bf16": 1e-2}  # bf16 rounds to 4e-3
+ROOT, BLOCK, ADAPTERS = 65_664 * 4, 184_576 * 4, 37_376 * 4  # bytes of embedding, last norm and head; of one block
 
 
 @pytest.fixture(scope="module")
@@ -57,44 +54,30 @@ def runs(private_tmp):
 def expected(method="full", max_grad_norm=0.0):
     """Losses and norms of one process on the whole batch."""
     net = prepare(tiny_llama(seed=0), method=method, device="cpu")
-    steps = STEPS if max_grad_norm or method != "full" else LONG
-    return one_rank(net, **{**SIZES, "steps": steps}, max_grad_norm=max_grad_norm)
+    return one_rank(net, **SIZES, max_grad_norm=max_grad_norm)
 
 
-@pytest.mark.parametrize(("ranks", "name"), EVERY)
-def test_it_trains_as_one_rank_does(ranks, name, runs):
-    how = LAUNCHES[ranks][name]
-    losses, norms = expected(how.get("method", "full"), how.get("max_grad_norm", 0.0))
-    steps = how.get("steps", STEPS)
-    allowed = SIXTEEN_BITS.get(name, TOLERANCE)
-    for rank, outcomes in enumerate(runs[ranks].results):
-        outcome = outcomes[name]
-        assert (outcome.rank, outcome.world_size) == (rank, ranks)
-        assert outcome.wrapper == ("FSDPPeftModelForCausalLM" if "method" in how else "FSDPLlamaForCausalLM")
-        assert outcome.losses == runs[ranks].results[0][name].losses
-        assert off_by(outcome.losses, losses[:steps]) < allowed
-        assert off_by(outcome.extra["gradient_norms"], norms[:steps]) < allowed if "max_grad_norm" in how else not norms
-    if "max_grad_norm" in how:
-        assert max(norms) > how["max_grad_norm"] and off_by(losses, expected()[0][:STEPS]) > 1e-5  # it did clip
-
-
-@pytest.mark.parametrize("name", SIXTEEN_BITS)
-def test_sixteen_bits_are_not_fp32(name, runs):
-    how = ON_TWO[name]
-    losses, _ = expected(how.get("method", "full"), how.get("max_grad_norm", 0.0))
-    assert off_by(runs[2].results[0][name].losses, losses[:2]) > 1e-7
+def test_ranks_train_as_one_does(runs):
+    for ranks, name, how, outcomes in runs.every():
+        losses, norms = expected(how.get("method", "full"), how.get("max_grad_norm", 0.0))
+        tolerance = SIXTEEN_BITS.get(name, TOLERANCE)
+        assert_same_training(outcomes, losses, f"{ranks}: {name}", tolerance)
+        assert {o.wrapper[:4] for o in outcomes} == {"FSDP"}, name
+        if norms:
+            assert all(off_by(o.extra["gradient_norms"], norms) < tolerance for o in outcomes), (ranks, name)
+            assert max(norms) > 1.0 and off_by(losses, expected()[0]) > TOLERANCE  # it did clip
+        if name in SIXTEEN_BITS:
+            assert off_by(outcomes[0].losses, losses) > 1e-7, f"{name} is fp32"
 
 
 def parameters_of(how):
     """(shape, bytes a number, is it trained) of each parameter, from the model as one process has it."""
     method, precision = how.get("method", "full"), how.get("precision", "fp32")
     frozen = 2 if precision == "bf16" or "mixed" in precision and method != "full" else 4
-    net = prepare(tiny_llama(seed=0), method=method.removeprefix("q") if method == "qlora" else method, device="cpu")
+    net = prepare(tiny_llama(seed=0), method="lora" if method == "qlora" else method, device="cpu")
     for name, p in net.named_parameters():
         size = 4 if p.requires_grad and precision != "bf16" else frozen
-        packed = (
-            method == "qlora" and "base_layer" in name
-        )  # two weights a byte, shown to FSDP2 as numbers like the rest
+        packed = method == "qlora" and "base_layer" in name  # two weights a byte, which FSDP2 sees as any numbers
         yield ((p.numel() // 2 // size, 1) if packed else tuple(p.shape)), size, p.requires_grad
 
 
@@ -110,80 +93,48 @@ def at_rest(how, shards, rank):
     return parameters + 2 * 16 * 4, gradients, moments  # two buffers of 16 rotary frequencies are whole on every rank
 
 
-@pytest.mark.parametrize(("ranks", "name"), EVERY)
-def test_what_lies_on_each_rank(ranks, name, runs):
-    how = LAUNCHES[ranks][name]
-    shards = 2 if "mesh" in how else ranks
-    for rank, outcomes in enumerate(runs[ranks].results):
-        found = outcomes[name].memory
-        told = tuple(found[what] for what in ("parameters", "gradients", "optimizer_state"))
-        assert told == at_rest(how, shards, rank % shards)
-        if name == "yes" and ranks > 1:
-            extra = outcomes[name].extra
-            assert (extra["parameters"], extra["units"], extra["ranks"]) == (803_968, 5, ranks)
-            assert extra["local"] == pytest.approx(803_968 / ranks, rel=0.02)
+def test_what_lies_on_each_rank_to_the_byte(runs):
+    for ranks, name, how, outcomes in runs.every():
+        shards = 2 if "mesh" in how else ranks
+        for rank, outcome in enumerate(outcomes):
+            held = tuple(outcome.memory[what] for what in ("parameters", "gradients", "optimizer_state"))
+            assert held == at_rest(how, shards, rank % shards), (ranks, name, rank)
+    assert len({outcome.extra["local"] for outcome in runs.outcomes(3, "plain")}) == 2
+    (constants,) = {outcome.extra["quantization_constants"] for outcome in runs.outcomes(2, "qlora")}
+    assert constants > 40_000  # whole on every rank
 
 
-def test_uneven_rows_are_uneven(runs):
-    assert len({outcomes["yes"].extra["local"] for outcomes in runs[3].results}) == 2
+def test_a_step_s_collectives_on_two_ranks(runs):
+    again = [ROOT] + 8 * [BLOCK]  # a block forward and backward, the root once
+    once = 4 * [BLOCK] + [ROOT]
+    expected = {
+        "plain": (again, once),
+        "no": ([ROOT] + 4 * [BLOCK], once),
+        "whole": (2 * [ROOT + 4 * BLOCK], [ROOT + 4 * BLOCK]),
+        "accumulate": (2 * again, once),
+        "every micro-batch": (2 * again, 2 * once),
+        "checkpointing": (again, once),
+        "lora, meta": ([ROOT] + 8 * [BLOCK + ADAPTERS], 4 * [ADAPTERS]),
+        "bf16-mixed": ([size // 2 for size in again], once),
+        "bf16": ([size // 2 for size in again], [size // 2 for size in once]),
+    }
+    for name, (gathers, scatters) in expected.items():
+        step = runs.last_step(2, name, 1)
+        assert [2 * c.bytes for c in step if c.kind == "all_gather"] == gathers, name
+        assert [c.bytes for c in step if c.kind == "reduce_scatter"] == scatters, name
+        rest = [(c.kind, c.bytes) for c in step if c.kind not in ("all_gather", "reduce_scatter")]
+        assert rest == ([("all_reduce", 39 * 4)] if "max_grad_norm" in LAUNCHES[2][name] else [])  # a norm a parameter
 
 
-def test_constants_of_four_bits_are_whole_on_every_rank(runs):
-    whole = {outcomes["qlora"].extra["quantization_constants"] for outcomes in runs[2].results}
-    assert len(whole) == 1 and whole.pop() > 40_000
-
-
-def last_step(runs, ranks, name, rank=0):
-    """[(kind, bytes put in, ranks that took part)] of a setting's last step. Every step ends with a report of 4 bytes."""
-    told = [c for c in runs[ranks].collectives if c.rank == rank]
-    reports = [i for i, c in enumerate(told) if (c.kind, c.bytes) == ("all_reduce", 4)]
-    settings = list(LAUNCHES[ranks])
-    assert "fp16-mixed" not in settings[: settings.index(name)]  # its scaler reports by 4 bytes as well
-    end = sum(LAUNCHES[ranks][before].get("steps", STEPS) for before in settings[: settings.index(name) + 1])
-    return [(c.kind, c.bytes, len(c.group)) for c in told[reports[end - 2] + 1 : reports[end - 1]]]
-
-
-ROOT, BLOCK = 65_664 * 4, 184_576 * 4  # bytes of the embedding, last norm and head; of a block
-
-
-@pytest.mark.parametrize(
-    ("name", "gathers", "scatters"),
-    [
-        ("long", [ROOT] + 8 * [BLOCK], 4 * [BLOCK] + [ROOT]),  # a block forward and backward, the root once
-        ("no", [ROOT] + 4 * [BLOCK], 4 * [BLOCK] + [ROOT]),
-        ("whole", 2 * [ROOT + 4 * BLOCK], [ROOT + 4 * BLOCK]),
-        ("accumulate", 2 * ([ROOT] + 8 * [BLOCK]), 4 * [BLOCK] + [ROOT]),
-        ("every micro-batch", 2 * ([ROOT] + 8 * [BLOCK]), 2 * (4 * [BLOCK] + [ROOT])),
-        ("full checkpointing", [ROOT] + 8 * [BLOCK], 4 * [BLOCK] + [ROOT]),
-        ("prefetch", [ROOT] + 8 * [BLOCK], 4 * [BLOCK] + [ROOT]),
-        ("bf16-mixed", [ROOT // 2] + 8 * [BLOCK // 2], 4 * [BLOCK] + [ROOT]),
-        ("bf16", [ROOT // 2] + 8 * [BLOCK // 2], 4 * [BLOCK // 2] + [ROOT // 2]),
-        ("lora", [ROOT] + 8 * [BLOCK + 149_504], 4 * [149_504]),  # 37,376 numbers in a block's adapters
-    ],
-)
-def test_a_step_s_collectives_on_two_ranks(name, gathers, scatters, runs):
-    for rank in range(2):
-        step = last_step(runs, 2, name, rank)
-        assert [2 * size for kind, size, _ in step if kind == "all_gather"] == gathers
-        assert [size for kind, size, _ in step if kind == "reduce_scatter"] == scatters
-        rest = [(kind, size) for kind, size, _ in step if kind not in ("all_gather", "reduce_scatter")]
-        assert rest == ([("all_reduce", 39 * 4)] if "max_grad_norm" in ON_TWO[name] else [])  # one norm a parameter
-
-
-def test_a_number_gathers_again_among_neighbours(runs):
-    step = last_step(runs, 4, "2")
-    assert Counter(step) == {
+def test_a_step_s_collectives_on_four_ranks(runs):
+    among_neighbours = {
         ("all_gather", ROOT // 4, 4): 1,
         ("all_gather", BLOCK // 4, 4): 4,
-        ("all_gather", BLOCK // 2, 2): 4,
+        ("all_gather", BLOCK // 2, 2): 4,  # for the backward pass
         ("reduce_scatter", BLOCK, 4): 4,
         ("reduce_scatter", ROOT, 4): 1,
     }
-
-
-def test_copies_of_a_sharded_model_sum_their_shards(runs):
-    step = last_step(runs, 4, "2x2")
-    assert Counter(step) == {
+    two_copies = {
         ("all_gather", ROOT // 2, 2): 1,
         ("all_gather", BLOCK // 2, 2): 8,
         ("reduce_scatter", BLOCK, 2): 4,
@@ -192,37 +143,109 @@ def test_copies_of_a_sharded_model_sum_their_shards(runs):
         ("all_reduce", ROOT // 2, 2): 1,
         ("all_reduce", 39 * 4, 2): 1,
     }
-
-
-def test_the_bytes_that_the_system_counts(runs):
-    """gloo's all_gather sends what a ring's does; its reduce_scatter what a ring's all_reduce does, twice as much."""
-    for ranks, name in ((2, "long"), (2, "no"), (3, "yes"), (4, "2x2")):
-        for rank, outcomes in enumerate(runs[ranks].results):
-            step = last_step(runs, ranks, name, rank)
-            factor = {"all_gather": lambda n: n - 1, "reduce_scatter": lambda n: 2 * (n - 1) / n}
-            factor["all_reduce"] = factor["reduce_scatter"]
-            sent = sum(factor[kind](n) * size for kind, size, n in step)
-            counted = outcomes[name].wire_bytes
-            assert counted is None or sent < counted < 1.02 * sent
+    for name, calls in {"2": among_neighbours, "2x2": two_copies}.items():
+        assert Counter((c.kind, c.bytes, len(c.group)) for c in runs.last_step(4, name, 0)) == calls, name
 
 
 def test_what_the_highest_moment_holds(runs):
-    def least(
-        name, what="peak"
-    ):  # gloo's threads let a buffer go when they come to it: now and then one is counted more
-        return min(outcomes[name].memory[what] for outcomes in runs[2].results)
+    def least(name, what="peak"):  # gloo's threads let a buffer go late: now and then one is counted more
+        return min(outcome.memory[what] for outcome in runs.outcomes(2, name))
 
-    block = least("long")
-    assert least("whole") > block + BLOCK
-    assert least("no") > block + BLOCK  # the blocks of the forward pass are still there
-    assert least("full checkpointing") < block
-    assert 5 * least("full checkpointing", "activations") < least("long", "activations")
+    assert least("whole") > least("plain") + BLOCK
+    assert least("checkpointing") < least("plain")
+    assert 5 * least("checkpointing", "activations") < least("plain", "activations")
     # between micro-batches every rank has whole gradients; activations, here half as many, are left out
     waiting = least("accumulate") - least("accumulate", "activations")
-    assert waiting > block - least("long", "activations") + 2 * BLOCK
+    assert waiting > least("plain") - least("plain", "activations") + 2 * BLOCK
 
 
-def test_meta_init_changes_nothing(runs):
-    for outcomes in runs[2].results:
-        assert outcomes["meta"].losses == outcomes["long"].losses[:STEPS]
-        assert outcomes["lora, meta"].losses == outcomes["lora"].losses
+# ------------------------------------------------------------------ asked once, on two ranks, in one launch
+def tied_on_meta():
+    """(are they one tensor, its local rows, loss) of a model whose head is its embedding, built on no rank but 0."""
+    whole = tiny_llama(seed=0, tie_embeddings=True) if dist.get_rank() == 0 else None
+    net = fsdp_sharding.on_meta(tiny_llama(seed=0, tie_embeddings=True) if whole is None else whole)
+    net = fsdp_sharding.shard(net, mesh=fsdp_sharding.make_mesh("", "cpu"))
+    fsdp_sharding.materialize(net, whole, torch.device("cpu"))
+    tied = net.lm_head.weight is net.model.embed_tokens.weight
+    rows = net.lm_head.weight.to_local().shape[0]
+    batch = sample_batch(0, global_batch=2, seq_len=8)
+    return tied, rows, net(input_ids=batch, labels=batch).loss.item()
+
+
+def questions(folder):
+    torch.set_num_threads(1)
+    small = dict(global_batch=4, seq_len=8, layers=1, checkpoint_dir=folder)
+    first = fsdp.train(**small, steps=4, save_every=2, save_in_background=True).losses
+    dist.barrier()
+    resumed = fsdp.train(**small, steps=6, resume=True)
+    straight = fsdp.train(global_batch=4, seq_len=8, layers=1, steps=6).losses
+    assert_refused([(lambda: fsdp.train(**{**small, "seq_len": 16}, steps=6, resume=True), ValueError, "seq_len=16")])
+    return tied_on_meta(), (first, resumed.extra["first_step"], resumed.losses, straight)
+
+
+@pytest.fixture(scope="module")
+def answers(private_tmp, tmp_path_factory):
+    return launch(questions, str(tmp_path_factory.mktemp("run")), ranks=2, quiet=True, timeout=240).results
+
+
+def test_a_tied_head_stays_tied(answers):
+    batch = sample_batch(0, global_batch=2, seq_len=8)
+    loss = tiny_llama(seed=0, tie_embeddings=True)(input_ids=batch, labels=batch).loss.item()
+    for tied, _ in answers:
+        assert tied == (True, 128, pytest.approx(loss, rel=TOLERANCE))
+
+
+def test_a_run_goes_on_where_its_checkpoint_was(answers):
+    for _, (first, first_step, resumed, straight) in answers:
+        assert first_step == 4
+        assert first + resumed == straight  # the same sums in the same order, in one process: bit for bit
+
+
+def plain_ddp_by_accelerate():
+    """What a reader writes first: the plugin, and ``cpu=True`` because there is no GPU. Accelerate drops the plugin."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerate_on_cpu.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    fsdp_sharding.proof(accelerator.prepare(tiny_llama(layers=1)), 2)
+
+
+def refuse():
+    blocks_only, whole_head, early = (tiny_llama(layers=1) for _ in range(3))
+    fully_shard(blocks_only.model.layers[0])
+    fully_shard(whole_head, ignored_params={whole_head.lm_head.weight})
+    optimizer = torch.optim.AdamW(early.parameters())  # before sharding: it steps tensors that are no one's
+    fsdp_sharding.shard(early)
+    proof, train = fsdp_sharding.proof, fsdp.train
+    assert_refused(
+        [
+            (lambda: proof(tiny_llama(layers=1), 2), RuntimeError, "got LlamaForCausalLM"),
+            (lambda: proof(DistributedDataParallel(tiny_llama(layers=1)), 2), RuntimeError, "DistributedDataParallel"),
+            (lambda: proof(blocks_only, 2), RuntimeError, "LlamaForCausalLM"),
+            (lambda: proof(whole_head, 2), RuntimeError, "lm_head.weight"),
+            (lambda: proof(early, 2, optimizer), RuntimeError, "optimizer"),
+            (lambda: proof(early, 3), RuntimeError, "3 ranks"),
+            (plain_ddp_by_accelerate, RuntimeError, "got DistributedDataParallel"),
+            (lambda: accelerate_fsdp.train(**SIZES, expect_ranks=3), RuntimeError, "3 ranks"),
+            (lambda: train(method="qlra"), ValueError, "method='qlra'"),
+            (lambda: train(precision="fp8"), ValueError, "precision='fp8'"),
+            (lambda: train(wrap="layer"), ValueError, "wrap='layer'"),
+            (lambda: train(activation_checkpointing="some"), ValueError, "'some'"),
+            (lambda: train(reshard_after_forward="maybe"), ValueError, "'maybe'"),
+            (lambda: train(reshard_after_forward="2"), ValueError, "reshard_after_forward=2"),
+            (lambda: train(mesh="2"), ValueError, "mesh='2'"),
+            (lambda: train(mesh="2x2"), ValueError, "mesh='2x2'"),
+            (lambda: train(mesh="2x1"), ValueError, "mesh='2x1'"),
+            (lambda: train(prefetch=-1), ValueError, "prefetch=-1"),
+            (lambda: train(prefetch=1, wrap="whole"), ValueError, "prefetch=1"),
+            (lambda: train(max_grad_norm=-1), ValueError, "max_grad_norm=-1"),
+            (lambda: train(save_every=-1), ValueError, "save_every=-1"),
+            (lambda: train(resume=True), ValueError, "resume"),
+            (lambda: train(meta_init=True, method="qlora"), ValueError, "meta_init"),
+            (lambda: train(global_batch=7), ValueError, "global_batch=7"),
+        ]
+    )
+
+
+def test_wrong_choices_and_models_that_are_not_sharded_are_refused(private_tmp):
+    launch(refuse, ranks=2, quiet=True, timeout=120)

@@ -1,4 +1,4 @@
-"""The instructor's notes name what is in the lessons: headings, minutes, exercises, links. Reads files only."""
+"""What an instructor reads and shows: notes that name what is in the lessons, and slides that lose nothing of them."""
 
 from __future__ import annotations
 
@@ -6,127 +6,137 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
+import nbformat
 import pytest
 import yaml
+from refusals import assert_refused
 
-from classroom.authoring import lesson_tables
+from classroom.authoring import lesson_tables, slides
+from classroom.workshop import pace
+from course_lib.figures.stored_figures import pictures
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "site" / "instructors"
 LESSONS = sorted((ROOT / "lessons").glob("0[1-9]_*.ipynb"))
-NAMES = [path.stem for path in LESSONS]
-TAGS = {"skip_first", "lab_core"}
 SLACK = 5  # minutes by which a plan's short lesson may be off what `pace` says
 
 
-def cells(path: Path) -> list[str]:
-    """The sources of a notebook's Markdown cells."""
-    notebook = json.loads(path.read_text(encoding="utf-8"))
-    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"]
+def prose(path: Path) -> str:
+    """The Markdown cells of a notebook."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
 
 
-def headings(path: Path) -> list[str]:
-    """The `##` and `###` headings of a notebook."""
-    return re.findall(r"^#{2,3} +(.+?) *$", "\n".join(cells(path)), re.MULTILINE)
-
-
-def exercises(name: str) -> dict[str, int]:
+def exercises(lesson: Path) -> dict[str, int]:
     """The minutes of a lab's exercises by heading."""
-    text = "\n".join(cells(ROOT / "labs" / f"{name}.ipynb"))
-    found = re.findall(r"^## (\d+\. .+?) *\n\*difficulty .*? (\d+) minutes\*", text, re.MULTILINE)
-    return {heading: int(minutes) for heading, minutes in found}
+    rows = re.findall(
+        r"^## (\d+\. .+?) *\n\*difficulty .*? (\d+) minutes\*", prose(ROOT / "labs" / lesson.name), re.MULTILINE
+    )
+    return {heading: int(minutes) for heading, minutes in rows}
 
 
-def front(name: str) -> dict[str, Any]:
-    """A note's YAML."""
-    return yaml.safe_load((FOLDER / f"{name}.md").read_text(encoding="utf-8").split("---\n")[1])
+def test_each_note_names_what_is_in_its_lesson_and_its_lab():
+    assert {path.stem for path in FOLDER.glob("*.md")} == {"index", *(lesson.stem for lesson in LESSONS)}
+    for lesson in LESSONS:
+        note = (FOLDER / f"{lesson.stem}.md").read_text(encoding="utf-8")
+        front = yaml.safe_load(note.split("---\n")[1])
+        headings = set(re.findall(r"^#{2,3} +(.+?) *$", prose(lesson), re.MULTILINE))
+        asked = re.findall(r"^### (.+?) *$", note, re.MULTILINE)
+        skipped = [skip["section"] for skip in front["skip_first"] if skip["because"]]
+        assert len(asked) >= 5 and skipped and front["lab_core"], lesson.stem
+        unknown = {*asked, *skipped} - headings | set(front["lab_core"]) - set(exercises(lesson))
+        assert not unknown, f"{lesson.stem}: {unknown}"
+        in_the_lab = note.split("\n## In the lab\n")[1].split("\n## ")[0]
+        numbers = re.findall(r"^- \*\*(\d+)\. ", in_the_lab, re.MULTILINE)
+        assert numbers == [str(n) for n in range(1, len(exercises(lesson)) + 1)], lesson.stem
 
 
-def test_each_lesson_has_a_note_and_no_note_is_left_over() -> None:
-    assert {path.stem for path in FOLDER.glob("*.md")} == {"index", *NAMES}
+def test_sections_and_links_that_a_note_refers_to_exist():
+    for path in FOLDER.glob("*.md"):
+        note = path.read_text(encoding="utf-8")
+        links = [link for link in re.findall(r"\]\(([^)\s]+)\)", note) if "://" not in link]
+        assert not [link for link in links if not (path.parent / link.partition("#")[0]).exists()], path.stem
+    for lesson in LESSONS:
+        numbered = set(re.findall(r"^#{2,3} (\d+)\. ", prose(lesson), re.MULTILINE))
+        note = (FOLDER / f"{lesson.stem}.md").read_text(encoding="utf-8")
+        elsewhere = r"(?:lesson \d|[Ll]esson \d's),? sections? \d+|(?:al\.|PaLM|2023)[^()]{0,20}, section [\d.]+"
+        referred = re.findall(r"[Ss]ections? ([\d, and]+)", re.sub(elsewhere, "", note))
+        assert {n for part in referred for n in re.findall(r"\d+", part)} <= numbered, lesson.stem
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_note_names_what_is_in_its_lesson(name: str) -> None:
-    given, lesson = front(name), headings(ROOT / "lessons" / f"{name}.ipynb")
-    assert set(given) == TAGS
-    skipped = [skip["section"] for skip in given["skip_first"]]
-    assert skipped and all(set(skip) == {"section", "because"} and skip["because"] for skip in given["skip_first"])
-    assert [section for section in skipped if section not in lesson] == []
-    assert given["lab_core"] and [title for title in given["lab_core"] if title not in exercises(name)] == []
-    asked = re.findall(r"^### (.+?) *$", (FOLDER / f"{name}.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(asked) >= 5 and [heading for heading in asked if heading not in lesson] == []
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_note_knows_every_exercise_by_its_number(name: str) -> None:
-    lab = (FOLDER / f"{name}.md").read_text(encoding="utf-8").split("\n## In the lab\n")[1].split("\n## ")[0]
-    numbers = re.findall(r"^- \*\*(\d+)\. ", lab, re.MULTILINE)
-    assert numbers == [str(n) for n in range(1, len(exercises(name)) + 1)]
-
-
-def plans() -> list[tuple[str, int, str, int]]:
-    """(lesson's number, its minutes, exercise's heading, its minutes) of the one-day and the two-day plan."""
+def test_the_plans_fit_their_lessons_and_labs():
     text = (FOLDER / "index.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|(?: \d \|)? (\d) \| (\d+) \| exercise (\d), (.+?) \| (\d+) \|", text, re.MULTILINE)
-    return [(lesson, int(short), f"{number}. {title}", int(minutes)) for lesson, short, number, title, minutes in rows]
+    assert len(rows) == 4 + 8
+    for number, short, exercise, title, minutes in rows:
+        assert exercises(LESSONS[int(number) - 1]).get(f"{exercise}. {title}") == int(minutes), title
+        lines, _ = pace.lesson(int(number), int(short), None)
+        needed = next(int(line.split()[0]) for line in lines if re.match(r"\d+ minutes", line))
+        assert needed <= int(short) + SLACK, f"lesson {number} takes {needed} minutes with everything skipped"
+    totals = [
+        sum(int(short) + int(minutes) for _, short, _, _, minutes in day) for day in (rows[:4], rows[4:8], rows[8:])
+    ]
+    assert [total for total in totals if str(total) not in text] == []
 
 
-def test_the_tables_of_lessons_are_those_of_the_map() -> None:
+def test_tables_of_lessons_follow_the_map(tmp_path):
     assert lesson_tables.update(write=False) == [], "write them again: make labs"
-
-
-def test_a_table_that_is_out_of_step_is_written(tmp_path) -> None:
     for name in ("lessons", "labs", "solutions"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(FOLDER, tmp_path / "site" / "instructors")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (tmp_path / "README.md").write_text(re.sub(r", lab \d+ \|", ", lab 999 |", text), encoding="utf-8")
-    assert lesson_tables.update(tmp_path, write=False) == ["README.md"]
     assert lesson_tables.update(tmp_path, write=True) == ["README.md"]
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == text
     (tmp_path / "README.md").write_text("no table", encoding="utf-8")
-    with pytest.raises(ValueError, match="README.md needs one pair"):
-        lesson_tables.update(tmp_path, write=True)
+    assert_refused([(lambda: lesson_tables.update(tmp_path, write=True), ValueError, "README.md")])
 
 
-def test_the_plans_minutes_are_the_lessons_and_the_labs() -> None:
-    text = (FOLDER / "index.md").read_text(encoding="utf-8")
-    for lesson, _, heading, minutes in plans():
-        assert exercises(NAMES[int(lesson) - 1]).get(heading) == minutes, heading
-    day, *two = [plans()[:4], plans()[4:8], plans()[8:]]
-    total = [sum(short + minutes for _, short, _, minutes in one) for one in (day, *two)]
-    assert f"That is {total[0]} minutes" in text and f"{total[1]} minutes, then {total[2]}" in text
+def test_slides_lose_nothing_and_fetch_nothing_but_reveal_js(tmp_path, capsys):
+    assert slides.main(["1", "--out", str(tmp_path)]) == 0
+    assert "network" in capsys.readouterr().out
+    notebook, note = nbformat.read(LESSONS[0], as_version=4), (FOLDER / f"{LESSONS[0].stem}.md").read_text()
+    cells = list(slides.slide_cells(notebook, note.split("---\n", 2)[2].strip()))
+    kept = [cell for cell in notebook.cells if "colab" not in cell.metadata.get("tags", ())]
+    code = [cell for cell in kept if cell.cell_type == "code"]
+    assert [cell.source for cell in cells if cell.cell_type == "code" and cell.source] == [cell.source for cell in code]
+    assert [cell.outputs for cell in cells if cell.get("outputs")] == [cell.outputs for cell in code if cell.outputs]
+    shown = " ".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    assert [
+        heading for heading in re.findall(r"^## .+$", prose(LESSONS[0]), re.MULTILINE) if heading not in shown
+    ] == []
+    page = (tmp_path / f"{LESSONS[0].stem}.html").read_text(encoding="utf-8")
+    drawn = [data for cell in code for output in cell.outputs for data, _ in pictures(output)]
+    assert drawn and all(data in page for data in drawn)
+    fetched = re.findall(r"""(?:<script[^>]*|<link[^>]*|<img[^>]*) (?:src|href)=["'](?!data:)([^"']+)""", page)
+    assert fetched and all("reveal.js" in address for address in fetched), fetched
+    (tmp_path / slides.LOCAL).mkdir(parents=True)
+    assert slides.main(["1", "--out", str(tmp_path)]) == 0
+    assert "https://unpkg" not in (tmp_path / f"{LESSONS[0].stem}.html").read_text(encoding="utf-8")
+    assert "network" not in capsys.readouterr().out
+    assert slides.main(["9"]) == slides.main(["two"]) == 2
 
 
-def test_the_short_lessons_of_the_plans_are_within_reach_by_what_the_notes_skip() -> None:
-    pace = pytest.importorskip("classroom.workshop.pace")
-    for lesson, short in {(lesson, short) for lesson, short, *_ in plans()}:
-        lines, _ = pace.lesson(int(lesson), short, None)
-        needed = next(int(line.split()[0]) for line in lines if re.match(r"\d+ minutes", line))
-        assert needed <= short + SLACK, f"lesson {lesson} takes {needed} minutes with everything skipped, not {short}"
+def test_a_question_waits_for_its_answer_and_notes_stand_with_their_heading():
+    text = "# A lesson\n\nWords.\n\n## 3. What it costs\n\n**How many bytes?** Seven.\n\n```\n# no heading\n```"
+    output = nbformat.v4.new_output("stream", text="7\n")
+    cells = [nbformat.v4.new_markdown_cell(text), nbformat.v4.new_code_cell("print(7)", outputs=[output])]
+    note = "# For you\n\nTell them.\n\n## Ask\n\n### 3. What it costs\n\nAsk twice.\n\n## Lab\n\nNot here."
+    made = list(slides.slide_cells(nbformat.v4.new_notebook(cells=cells), note))
+    assert [(cell.metadata.slideshow.slide_type, cell.source.strip().partition("\n")[0]) for cell in made] == [
+        ("slide", "# A lesson"),
+        ("notes", "Tell them."),
+        ("slide", "## 3. What it costs"),
+        ("notes", "Ask twice."),
+        ("fragment", "Seven."),
+        ("subslide", "print(7)"),
+        ("fragment", ""),
+    ]
+    assert made[2].source.endswith("**How many bytes?**") and made[-1].outputs
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.md")), ids=lambda path: path.stem)
-def test_links_lead_somewhere_and_no_machine_is_named(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
-    assert [target for target in targets if not (path.parent / target.partition("#")[0]).exists()] == []
-    assert not re.search(r"(?<![\w.])/(?:work|home|root|Users|tmp)/", text)
-
-
-def test_sections_that_a_note_refers_to_exist() -> None:
-    for name in NAMES:
-        numbered = {
-            int(found[1])
-            for heading in headings(ROOT / "lessons" / f"{name}.ipynb")
-            if (found := re.match(r"(\d+)\. ", heading))
-        }
-        text = re.sub(
-            r"(?:lesson \d|[Ll]esson \d's),? sections? \d+", "", (FOLDER / f"{name}.md").read_text(encoding="utf-8")
-        )
-        text = re.sub(r"(?:al\.|PaLM|2023)[^()]{0,20}, section [\d.]+", "", text)  # of a paper
-        asked = {int(n) for part in re.findall(r"[Ss]ections? ([\d, and]+)", text) for n in re.findall(r"\d+", part)}
-        assert asked <= numbered, f"{name}: {sorted(asked - numbered)}"
+@pytest.mark.parametrize("link", ["[lab](../labs/x.ipynb)", "[![Colab](https://x/y.svg)](https://x)"])
+def test_slides_have_no_link_that_leads_nowhere_and_no_badge(link):
+    assert "](" not in slides.for_slides(f"before {link} `$x$` after") and "`$x$`" in slides.for_slides(f"`$x$` {link}")
+    assert "<math" in slides.for_slides("costs $x^2$")

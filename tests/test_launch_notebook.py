@@ -7,13 +7,13 @@ import os
 import signal
 import textwrap
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import psutil
 import pytest
-from jupyter_client.manager import KernelManager
+from jupyter_client.manager import start_new_kernel
+from processes import ROOT, runs, until
 
-HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 IMPORTS = """
     import os, sys, time
     from course_lib.launch import launch
@@ -35,56 +35,42 @@ class Cell:
     """What became of one executed cell."""
 
     text: str = ""
+    number: int = 0
     error: str = ""
     traceback: str = ""
-    number: int = 0
 
 
-@dataclass
 class Notebook:
     """A kernel, one cell at a time."""
 
-    folder: str
-    manager: KernelManager = field(init=False)
+    def __init__(self, folder: str):
+        self.folder = folder
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
+        self.manager, self.client = start_new_kernel(200, "python3", env=environment, cwd=folder)
 
-    def __post_init__(self):
-        self.manager = KernelManager(kernel_name="python3")
-        environment = os.environ | {"PYTHONPATH": HERE, "TMPDIR": self.folder, "OMP_NUM_THREADS": "1"}
-        self.manager.start_kernel(env=environment, cwd=self.folder)
-        self.connect()
-
-    def connect(self):
-        self.client = self.manager.blocking_client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=200)
-
-    def run(self, code: str, *, when: str = "", then=None, timeout: float = 200) -> Cell:
+    def run(self, code: str, *, when: str = "never", then=None) -> Cell:
         """Execute a cell; ``then()`` is called as soon as the cell has printed ``when``."""
         cell = Cell()
         message = self.client.execute(textwrap.dedent(code).lstrip("\n"))  # IPython does not count leading empty lines
-        deadline = time.monotonic() + timeout
         while True:
-            told = self.client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
-            if told["parent_header"].get("msg_id") != message:
+            reply = self.client.get_iopub_msg(timeout=200)
+            kind, content = reply["msg_type"], reply["content"]
+            if reply["parent_header"].get("msg_id") != message:
                 continue
-            content = told["content"]
-            if told["msg_type"] == "execute_input":
+            if kind == "execute_input":
                 cell.number = content["execution_count"]
-            elif told["msg_type"] == "stream":
-                cell.text += content["text"]
-                if then is not None and when in cell.text:
+            elif kind == "stream":
+                before, cell.text = cell.text, cell.text + content["text"]
+                if when in cell.text and when not in before:
                     then()
-                    then = None
-                    if not self.manager.is_alive():
-                        return cell
-            elif told["msg_type"] == "error":
+            elif kind == "error":
                 cell.error, cell.traceback = content["ename"], "\n".join(content["traceback"])
-            elif told["msg_type"] == "status" and content["execution_state"] == "idle":
+            elif kind == "status" and content["execution_state"] == "idle":
                 return cell
 
-    def processes(self) -> list[psutil.Process]:
+    def processes(self) -> list[int]:
         """Everything below the kernel: first the resource tracker and the warm server, then the ranks."""
-        return psutil.Process(self.manager.provisioner.pid).children(recursive=True)
+        return [process.pid for process in psutil.Process(self.manager.provisioner.pid).children(recursive=True)]
 
     def folders(self) -> list[str]:
         return glob.glob(f"{self.folder}/beyond-one-gpu-*")
@@ -99,13 +85,6 @@ def notebook(private_tmp):
     opened.manager.shutdown_kernel(now=True)
 
 
-def within(seconds: float, holds) -> bool:
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return holds()
-
-
 def test_a_cells_function_and_class_run(notebook):
     cell = notebook.run("""
         scale = 3
@@ -114,7 +93,7 @@ def test_a_cells_function_and_class_run(notebook):
             def __init__(self, rank):
                 self.value = rank * scale
 
-        def work(plus=0):
+        def work():
             import torch.distributed as dist
             print("working")
             return Model(dist.get_rank())
@@ -123,7 +102,6 @@ def test_a_cells_function_and_class_run(notebook):
         print([model.value for model in run.results], isinstance(run.results[0], Model))
     """)
     assert not cell.error, cell.traceback
-    assert "imports PyTorch and Transformers once" in cell.text
     assert cell.text.endswith("[ranks 0, 1] working\n[0, 3] True\n")
 
 
@@ -136,9 +114,8 @@ def test_a_failure_shows_the_learners_line_and_no_launcher(notebook):
         launch(divide, ranks=2)
     """)
     assert cell.error == "RankFailed"
-    first, second = cell.traceback.splitlines()[:2]
-    assert first.startswith("RankFailed: rank ") and "raised ZeroDivisionError: division by zero" in first
-    assert second == f"    at cell [{cell.number}], line 3: `return x / 0`"
+    assert "ZeroDivisionError" in cell.traceback.splitlines()[0]
+    assert f"cell [{cell.number}], line 3: `return x / 0`" in cell.traceback.splitlines()[1]
     assert "elastic" not in cell.traceback and "course_lib" not in cell.traceback and "run.py" not in cell.traceback
 
 
@@ -147,98 +124,43 @@ def test_a_hang_names_the_line_of_the_cell(notebook):
     assert cell.error == "RanksHung"
     here = f"cell [{cell.number}], line"
     assert f"ranks 0, 2 wait in all_reduce ({here} 6: `dist.all_reduce(torch.ones(1))`)" in cell.traceback
-    assert f"rank 1 never got there: it is in {here} 5: `time.sleep(1000)`" in cell.traceback
+    assert f"{here} 5: `time.sleep(1000)`" in cell.traceback
     assert "course_lib" not in cell.traceback
 
 
-@pytest.mark.parametrize("presses", [1, 3])
-def test_ctrl_c_ends_the_ranks_and_only_them(notebook, presses):
-    def press():
-        time.sleep(0.3)  # the ranks are deep in their waiting
-        for _ in range(presses):
-            notebook.manager.interrupt_kernel()
-            time.sleep(0.02)
+def test_ctrl_c_ends_the_ranks_and_only_them(notebook):
+    for presses in (1, 3):
 
-    # a second Ctrl-C may hit the kernel while it reports the first: then the cell ends without a word
-    expected = {"KeyboardInterrupt"} if presses == 1 else {"KeyboardInterrupt", ""}
-    cell = notebook.run(HANG.format(timeout=50), when="rank is up", then=press)
-    assert cell.error in expected
-    if presses == 1:
-        assert cell.traceback == "KeyboardInterrupt: you stopped the run; its ranks are ended."
-    assert within(60, lambda: len(notebook.processes()) == 2), notebook.processes()
-    assert within(60, lambda: not notebook.folders())
+        def press(presses=presses):
+            time.sleep(0.3)  # the ranks are deep in their waiting
+            for _ in range(presses):
+                notebook.manager.interrupt_kernel()
+                time.sleep(0.02)
 
-    cell = notebook.run("print(launch(lambda: 5, ranks=2).results)")
-    assert not cell.error and "[5, 5]" in cell.text
-    cell = notebook.run("print('asleep', flush=True); time.sleep(600)", when="asleep", then=press)
-    assert cell.error in expected
+        # a second Ctrl-C may hit the kernel while it reports the first: then the cell ends without a word
+        expected = {"KeyboardInterrupt"} if presses == 1 else {"KeyboardInterrupt", ""}
+        cell = notebook.run(HANG.format(timeout=500), when="rank is up", then=press)
+        assert cell.error in expected, presses
+        assert "course_lib" not in cell.traceback or presses > 1
+        until(lambda: len(notebook.processes()) == 2 and not notebook.folders())
+
+        cell = notebook.run("print(launch(lambda: 5, ranks=2).results)")
+        assert not cell.error and "[5, 5]" in cell.text, presses
 
 
-def test_an_interrupt_during_the_first_start_spares_the_server(notebook):
-    """Jupyter interrupts the kernel's whole process group, of which the server, still importing, is a member."""
-    code = """
-        import subprocess
-        program = '''
-        import os, signal, sys, time
-        from course_lib.launch import agent
-        os.setpgid(0, 0)
-        signal.signal(signal.SIGINT, lambda *_: None)
-        agent.warm()
-        time.sleep(float(sys.argv[1]))
-        os.killpg(0, signal.SIGINT)
-        time.sleep(0.3)
-        print(os.waitpid(agent.multiprocessing.forkserver._forkserver._forkserver_pid, os.WNOHANG))
-        '''
-        started = [subprocess.Popen([sys.executable, "-c", program, str(s)], stdout=-1, stderr=-1) for s in (0.02, 0.5)]
-        print([process.communicate() for process in started])
-    """
-    cell = notebook.run(code.replace("        '''", "'''").replace("\n        ", "\n"))
-    assert cell.text.count(r"(b'(0, 0)\n', b'')") == 2, cell.text + cell.traceback
-
-
-def test_the_server_imports_what_else_the_ranks_will_need_and_says_nothing(notebook):
-    cell = notebook.run("""
-        import sys
-        from course_lib.launch import launch, warm
-
-        def there():
-            return "this" in sys.modules  # the module of Python's that prints a poem when it is imported
-
-        print(launch(there, ranks=1, quiet=True).results)
-        warm("this")  # the server that runs already is replaced
-        print(launch(there, ranks=1, quiet=True).results)
-    """)
-    assert not cell.error, cell.traceback
-    assert cell.text == "[False]\n[True]\n"
-
-
-def test_a_restart_in_the_middle_of_a_run(notebook):
-    def restart():
-        before.extend(notebook.processes())
-        notebook.manager.restart_kernel(now=True)
-
-    before: list[psutil.Process] = []
-    message = notebook.client.execute(textwrap.dedent(HANG.format(timeout=50)))
-    assert message and within(60, lambda: len(notebook.processes()) == 5)
-    time.sleep(0.5)
-    restart()
-    assert len(before) == 5 and within(60, lambda: not any(p.is_running() for p in before)), before
-    assert within(60, lambda: not notebook.folders())
-    notebook.client.stop_channels()
-    notebook.connect()
-
-
-def test_a_kernel_killed_in_the_middle_of_a_run(notebook):
-    assert not notebook.run(IMPORTS).error
-    children: list[psutil.Process] = []
-
-    def kill():
-        children.extend(notebook.processes())
-        os.kill(notebook.manager.provisioner.pid, signal.SIGKILL)
-        within(60, lambda: not notebook.manager.is_alive())
-
+def test_ranks_and_what_they_started_end_with_the_kernel(notebook):
+    """However it ends: a restart in the middle of a run, and then a kill of the kernel's process alone."""
     with_child = HANG.replace('print("rank', 'import subprocess; subprocess.Popen(["sleep", "1000"]); print("rank')
-    cell = notebook.run(with_child.format(timeout=50), when="rank is up", then=kill)
-    assert "rank is up" in cell.text and len(children) >= 2 + 3 + 1, children
-    assert within(60, lambda: not any(p.is_running() and p.status() != "zombie" for p in children)), children
-    assert within(60, lambda: not notebook.folders())
+    ends = {
+        "restart": lambda: notebook.manager.restart_kernel(now=True),
+        "kill": lambda: os.kill(notebook.manager.provisioner.pid, signal.SIGKILL),
+    }
+    for name, end in ends.items():
+        notebook.client.execute(textwrap.dedent(IMPORTS + with_child.format(timeout=500)))
+        until(lambda: len(notebook.processes()) == 2 + 3 + 3)
+        time.sleep(0.5)  # the ranks are deep in their waiting
+        pids = notebook.processes()
+        end()
+        until(lambda pids=pids: not any(map(runs, pids)) and not notebook.folders())
+        if name == "restart":
+            notebook.client.wait_for_ready(timeout=200)

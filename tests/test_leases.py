@@ -1,233 +1,197 @@
-"""Leases of GPUs among real processes: never two on one GPU, in the order of asking, back when a holder is killed."""
+"""Leases of GPUs: never two on one GPU, in the order of asking, back however a holder ends; and a `launch` that waits."""
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections import defaultdict
-from pathlib import Path
 
+import cloudpickle
 import pytest
-from leasing import PATIENCE, names, python, until
+from processes import PATIENCE, python, until
 
-from course_lib.launch.leases import NoTurn, Pool, lease, messages
-from course_lib.launch.leases.state import Holder, Ticket
+from course_lib.launch import launch
+from course_lib.launch.leases import Lease, Pool
 
-# A learner: takes 1 or 2 GPUs some times, holds each by a flag file too that only one process can make, and writes when it
-# asked, had and gave back. With a number of its round it then holds for ever, until it is killed.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
+
+# A learner: takes 1 or 2 GPUs three times, and makes a file for each GPU that only one process can make. With a number of
+# its round it then holds for ever, until it is killed.
 LEARNER = """
-import json, os, random, sys, time
+import os, random, sys, time
 from course_lib.launch.leases import Pool
-name, folder, flags, rounds, for_ever = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
-dice, pool, log = random.Random(name), Pool(folder), os.open(f"{flags}/log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-for number in range(rounds):
-    n, asked = dice.choice((1, 2)), time.monotonic()
-    with pool.lease(n, name=name, tell=lambda _: None) as lease:
-        had, mine = time.monotonic(), lease.gpus
-        for gpu in mine:
+name, folder, flags, for_ever = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+dice, pool = random.Random(name), Pool(folder)
+for number in range(3):
+    with pool.lease(dice.choice((1, 2)), name=name, tell=lambda _: None) as lease:
+        for gpu in lease.gpus:
             os.close(os.open(f"{flags}/{gpu}", os.O_CREAT | os.O_EXCL))
         if number == for_ever:
-            os.write(log, (json.dumps([name, mine, asked, had, None, os.getpid()]) + "\\n").encode())
+            if os.fork() == 0:
+                os.read(0, 1)  # a fork outlives its parent, and must not keep the lease
+                os._exit(0)
+            print(*lease.gpus, flush=True)
             time.sleep(600)
         time.sleep(dice.uniform(0.005, 0.02))
-        for gpu in mine:
+        for gpu in lease.gpus:
             os.unlink(f"{flags}/{gpu}")
-        gave = time.monotonic()
-    os.write(log, (json.dumps([name, mine, asked, had, gave, os.getpid()]) + "\\n").encode())
+"""
+WAITER = """
+import sys
+from course_lib.launch.leases import Pool
+Pool(sys.argv[1]).lease(name="Killed", tell=lambda text: print(text, flush=True)).take()
 """
 
 
-def read_log(flags: Path) -> list[list]:
-    path = flags / "log"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def names(leases: Pool) -> list[str]:
+    return [holder.name for holder in leases.holders()]
 
 
-def test_sixteen_learners_on_four_gpus(tmp_path):
-    """16 processes, 3 leases each of 1 or 2 GPUs; 5 of them are killed while they hold their second."""
-    leases, flags = Pool(tmp_path / "leases", gpus=4), tmp_path / "flags"
-    flags.mkdir()
+def ask(leases: Pool, n: int, name: str) -> Lease:
+    """Somebody else asks, in a thread of its own: they have the GPUs, or wait for them from here on."""
+    lease, waiting = leases.lease(n, name=name, tell=lambda _: None), len(leases.waiting())
+
+    def have() -> None:
+        lease.take()
+        until(lambda: not lease.gpus)  # a thread that ended would leave its number, which the lease has, to the next
+
+    threading.Thread(target=have, daemon=True).start()
+    until(lambda: lease.gpus or len(leases.waiting()) > waiting)
+    return lease
+
+
+def test_never_two_learners_on_one_gpu(tmp_path):
+    """10 processes on 4 GPUs, 3 leases each; 2 of them are killed while they hold their second."""
+    leases, flags, doomed = Pool(tmp_path / "leases", gpus=4), tmp_path / "flags", ("L1", "L4")
     leases.make()
-    doomed = {f"L{k}" for k in random.Random(1).sample(range(16), 5)}
+    flags.mkdir()
     learners = {}
-    for name in (f"L{k}" for k in range(16)):
-        learners[name] = python(LEARNER, name, leases.folder, flags, 3, 1 if name in doomed else -1)
+    for name in (f"L{k}" for k in range(10)):
+        arguments = name, leases.folder, flags, 1 if name in doomed else -1
+        learners[name] = python(LEARNER, *arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        while waiting := {name for name, learner in learners.items() if learner.poll() is None}:
-            for name, mine, _, _, _, pid in [
-                line for line in read_log(flags) if line[4] is None and line[0] in waiting
-            ]:
-                assert {h.gpu for h in leases.holders() if h.pid == pid} == set(mine)
-                for gpu in mine:
-                    (flags / str(gpu)).unlink()
-                learners[name].kill()
-                until(lambda pid=pid: pid not in {h.pid for h in leases.holders()})
-                learners[name].wait()
-            time.sleep(0.01)
+        for name in doomed:
+            gpus = {int(gpu) for gpu in learners[name].stdout.readline().split()}
+            assert gpus and {h.gpu for h in leases.holders() if h.name == name} == gpus
+            for gpu in gpus:
+                (flags / str(gpu)).unlink()
+            learners[name].kill()
+            until(lambda name=name: name not in names(leases))
+        codes = {name: learner.wait(PATIENCE) for name, learner in learners.items()}
     finally:
         for learner in learners.values():
             learner.kill()
-            learner.wait()
-    codes = {name: learner.returncode for name, learner in learners.items()}
+            learner.communicate()
     assert codes == {name: -signal.SIGKILL if name in doomed else 0 for name in learners}
-    log = read_log(flags)
-    assert len([line for line in log if line[4] is not None]) == 11 * 3 + 5 * 1  # everybody got all their turns
-    assert {len(line[1]) for line in log} == {1, 2}
-    held = defaultdict(list)
-    for _, mine, _, had, gave, _ in log:
-        for gpu in mine:
-            held[gpu].append((had, gave or had))
-    assert set(held) <= {0, 1, 2, 3}  # which of them were needed is the machine's affair
-    for intervals in held.values():
-        intervals.sort()
-        assert all(before[1] <= after[0] for before, after in zip(intervals, intervals[1:], strict=False))
-    assert leases.holders() == leases.waiting() == []
+    assert leases.holders() == leases.waiting() == [] and os.listdir(flags) == []
 
 
-class Asking(threading.Thread):
-    """Somebody who asks, and keeps the lease until told."""
-
-    def __init__(self, leases: Pool, n: int, name: str, order: list[str]) -> None:
-        super().__init__(daemon=True)
-        self.arguments, self.leases, self.order, self.done = (n, name), leases, order, threading.Event()
-        leases.make()
-        before = len(leases.waiting()) + len(order)
-        self.start()
-        until(lambda: len(leases.waiting()) + len(order) > before)
-
-    def run(self) -> None:
-        n, name = self.arguments
-        with self.leases.lease(n, name=name, tell=lambda _: None):
-            self.order.append(name)
-            self.done.wait(PATIENCE)
-
-    def end(self) -> None:
-        self.done.set()
-        self.join(PATIENCE)
-
-
-def test_nobody_overtakes_and_two_come_at_once(tmp_path):
-    leases, order = Pool(tmp_path / "leases", gpus=2), []
-    ada = Asking(leases, 1, "Ada", order)
-    ben = Asking(leases, 2, "Ben", order)  # holds nothing meanwhile, and keeps Cem from the GPU that is free
-    cem = Asking(leases, 1, "Cem", order)
-    dora = Asking(leases, 1, "Dora", order)
+def test_nobody_overtakes_two_gpus_come_at_once_and_a_killed_waiter_is_skipped(tmp_path):
+    leases = Pool(tmp_path / "leases", gpus=2)
+    leases.make()
+    ada = ask(leases, 1, "Ada")
+    ben = ask(leases, 2, "Ben")  # holds nothing meanwhile, and keeps the others from the GPU that is free
+    killed = python(WAITER, leases.folder, stdout=subprocess.PIPE)
+    assert "Ben" in killed.stdout.readline()  # it says whom it waits for
+    cem = ask(leases, 1, "Cem")
     time.sleep(0.3)  # several looks of each
-    assert names(leases) == ["Ada"] and [t.name for t in leases.waiting()] == ["Ben", "Cem", "Dora"]
-    ada.end()
+    assert names(leases) == ["Ada"]
+    assert [(t.name, t.wants) for t in leases.waiting()] == [("Ben", 2), ("Killed", 1), ("Cem", 1)]
+    ada.give_back()
     until(lambda: names(leases) == ["Ben", "Ben"])
-    assert [(t.name, t.wants) for t in leases.waiting()] == [("Cem", 1), ("Dora", 1)]
-    ben.end()
-    until(lambda: len(order) == 4)
-    assert order == ["Ada", "Ben", "Cem", "Dora"]
-    cem.end()
-    dora.end()
+    killed.kill()
+    killed.communicate()
+    assert [t.name for t in leases.waiting()] == ["Cem"]
+    ben.give_back()
+    until(lambda: names(leases) == ["Cem"])
+    cem.give_back()
 
 
 def test_who_holds_something_lets_the_others_go_first(tmp_path):
-    leases, order = Pool(tmp_path / "leases", gpus=2), []
-    first, cem = Asking(leases, 1, "Ada", order), Asking(leases, 1, "Cem", order)
-    second, ben = Asking(leases, 1, "Ada", order), Asking(leases, 1, "Ben", order)
-    assert [t.name for t in leases.waiting()] == ["Ben", "Ada"]
-    cem.end()
-    until(lambda: len(order) == 3)
-    assert order[2] == "Ben"
-    for asking in (first, ben, second):
-        asking.end()
-
-
-def test_a_killed_waiter_is_skipped(tmp_path):
-    leases, order = Pool(tmp_path / "leases", gpus=1), []
-    with leases.lease():
-        waiter = python(
-            "import sys; from course_lib.launch.leases import Pool; Pool(sys.argv[1]).lease(name='W').take()",
-            leases.folder,
-            stdout=subprocess.PIPE,
-        )
-        assert waiter.stdout.readline().startswith(b"waiting for 1 of 1 GPUs: ")
-        ben = Asking(leases, 1, "Ben", order)
-        assert [t.name for t in leases.waiting()] == ["W", "Ben"]
-        waiter.kill()
-        waiter.communicate()
-        assert [t.name for t in leases.waiting()] == ["Ben"]
-    until(lambda: order == ["Ben"])
-    ben.end()
-
-
-FORKS = """
-import os, sys, time
-from course_lib.launch.leases import Pool
-lease = Pool(sys.argv[1]).lease(1).take()
-if os.fork() == 0:
-    os.write(1, b"forked\\n")
-    os.read(0, 1)  # until the test ends; it outlives its parent
-    os._exit(0)
-time.sleep(60)
-"""
-
-
-def test_a_fork_of_the_holder_does_not_keep_the_lease(tmp_path):
-    leases = Pool(tmp_path / "leases", gpus=1)
-    leases.make()
-    holder = python(FORKS, leases.folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert holder.stdout.readline() == b"forked\n" and len(leases.holders()) == 1
-    holder.kill()
-    os.waitpid(holder.pid, 0)
-    assert leases.holders() == []
-    holder.stdin.close()
-    assert holder.stdout.read() == b""  # the fork has ended
-
-
-def test_the_end_of_a_wait(tmp_path):
     leases = Pool(tmp_path / "leases", gpus=2)
-    with leases.lease(2, name="Ada") as lease:
-        assert lease.gpus == (0, 1)
-        assert lease.environment == {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        (first, second), told = leases.holders(), []
-        assert (first.gpu, first.name, first.pid, second.gpu) == (0, "Ada", os.getpid(), 1)
-        assert 0 <= time.time() - first.since < PATIENCE
-
-        def ask(seconds):
-            with pytest.raises(NoTurn, match=f"1 of 2 GPUs did not come free within {seconds:g} s: Ada has GPUs 0, 1"):
-                leases.lease(1, name="Ben", wait=seconds, tell=told.append).take()
-
-        for seconds in (0, 0.4):
-            thread = threading.Thread(target=ask, args=(seconds,))
-            thread.start()
-            thread.join()
-        assert len(told) == 1 and told[0].startswith("waiting for 1 of 2 GPUs: Ada has GPUs 0, 1 for ")
-        assert told[0].endswith("; you are next")
-        assert leases.waiting() == []
-    assert lease.gpus == () and lease.environment == {} and leases.holders() == []
+    leases.make()
+    ada, cem = ask(leases, 1, "Ada"), ask(leases, 1, "Cem")
+    ada_again, ben = ask(leases, 1, "Ada"), ask(leases, 1, "Ben")
+    assert [t.name for t in leases.waiting()] == ["Ben", "Ada"]
+    cem.give_back()
+    until(lambda: names(leases) == ["Ada", "Ben"])
+    ben.give_back()
+    until(lambda: ada_again.gpus)
+    ada.give_back()
+    ada_again.give_back()
 
 
-def test_a_sentence_again_when_something_changed(tmp_path, monkeypatch):
-    monkeypatch.setattr(lease, "TELL_SECONDS", 0.0)
-    leases, order, told = Pool(tmp_path / "leases", gpus=2), [], []
-    ada, ben = Asking(leases, 1, "Ada", order), Asking(leases, 1, "Ben", order)
-    dora = threading.Thread(target=lambda: leases.lease(2, name="Dora", tell=told.append).take().give_back())
-    dora.start()
-    until(lambda: told)
-    time.sleep(0.3)  # several looks, and nothing new
-    assert len(told) == 1
-    ben.end()
-    until(lambda: len(told) == 2)
-    ada.end()
-    dora.join()
-    assert "Ada has GPU 0 for" in told[0] and "Ben has GPU 1 for" in told[0]
-    assert "GPU 1 is free; you are next" in told[1] and "Ben" not in told[1]
-    assert told[2].startswith("your turn: GPUs 0, 1, after ") and len(told) == 3
+# -------------------------------------------------------------------------------------------------------------- launch
+@pytest.fixture
+def leases(tmp_path, monkeypatch, no_leftovers) -> Pool:
+    """A class's folder for 4 GPUs, on a machine that only rehearses having them."""
+    monkeypatch.setenv("BEYOND_ONE_GPU_LEASES", str(tmp_path / "leases"))
+    monkeypatch.setenv("BEYOND_ONE_GPU_GPUS", "4")
+    monkeypatch.setenv("BEYOND_ONE_GPU_NAME", "Ada")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)  # the machine may have some
+    made = Pool(tmp_path / "leases", gpus=4)
+    made.make()
+    return made
 
 
-def test_words():
-    now = time.time()
-    holders = [Holder(0, "Ada", 7, now - 200), Holder(1, "Ben", 8, now - 7500), Holder(3, "somebody", None, None)]
-    before = [Ticket(k, name, k, 1, now, k) for k, name in enumerate(("Cem", "Dora", "Eva", "Finn"))]
-    assert messages.waiting(1, 4, holders, before) == (
-        "waiting for 1 of 4 GPUs: Ada has GPU 0 for 3 min, Ben has GPU 1 for 2 h 5 min, somebody has GPU 3; "
-        "GPU 2 is free; 4 are before you (Cem, Dora, Eva, …)"
-    )
+def look(folder: str) -> tuple[str | None, list[tuple[int, str, int]]]:
+    return os.environ.get("CUDA_VISIBLE_DEVICES"), [(h.gpu, h.name, h.pid) for h in Pool(folder).holders()]
+
+
+def test_a_launch_waits_its_turn_and_its_ranks_see_what_was_leased(leases, capsys):
+    before, waited, ben = os.environ.get("CUDA_VISIBLE_DEVICES"), 1.0, ask(leases, 3, "Ben")
+
+    def free_them_when_somebody_waits() -> None:
+        until(leases.waiting)
+        time.sleep(waited)
+        ben.give_back()
+
+    thread = threading.Thread(target=free_them_when_somebody_waits)
+    thread.start()
+    began = time.perf_counter()
+    run = launch(look, leases.folder, ranks=2)
+    seconds = time.perf_counter() - began
+    thread.join()
+    assert run.results == [("0,1", [(0, "Ada", os.getpid()), (1, "Ada", os.getpid())])] * 2
+    assert "Ben" in capsys.readouterr().out  # whom it waits for
+    assert run.seconds < seconds - 0.9 * waited  # the wait is not the run's
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == before and leases.holders() == []
+
+
+def test_nothing_is_leased_where_no_gpu_is_wanted(leases, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "as it was")
+    runs = [
+        launch(look, leases.folder, ranks=1, backend="gloo", quiet=True),
+        launch(look, leases.folder, ranks=5, quiet=True),  # more ranks than GPUs: they are on the CPU
+    ]
+    monkeypatch.delenv("BEYOND_ONE_GPU_LEASES")
+    runs.append(launch(look, leases.folder, ranks=1, quiet=True))
+    assert [run.results[0] for run in runs] == [("as it was", [])] * 3
+
+
+@pytest.mark.parametrize("moment", ["running", "waiting"])
+def test_ctrl_c_gives_it_back(leases, moment):
+    ben = ask(leases, 4, "Ben") if moment == "waiting" else None
+
+    def interrupt() -> None:
+        until(leases.waiting if moment == "waiting" else leases.holders)
+        time.sleep(0.5)
+        for _ in range(2):  # an impatient learner
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        time.sleep(0.1)
+
+    presser = threading.Thread(target=interrupt)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            launch(time.sleep, 600, ranks=2, timeout=600, quiet=True)
+        finally:
+            presser.join()  # the second press may find the launch ended
+    until(lambda: names(leases) == ["Ben"] * 4 * (moment == "waiting"))
+    assert leases.waiting() == []
+    if ben:
+        ben.give_back()

@@ -1,123 +1,190 @@
-"""What the estimate must hold to where nothing can be measured here: sharding, tensor and pipeline parallelism, offload."""
+"""`estimate` where nothing can be measured here (sharding, tensor and pipeline parallelism, offload), what fits a card,
+and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
 
 import pytest
+from refusals import assert_refused
 
-from course_lib.memory import PRESETS, estimate, state_bytes
-from course_lib.memory.quantized import nf4_bytes
+from course_lib.choices import CHOICES
+from course_lib.memory import CARDS, PRESETS, card, estimate, shape_of, state_bytes
+from course_lib.memory.fitting import largest_micro_batch, longest_sequence, methods_that_fit
 
 GIB = 2**30
 SEVEN = PRESETS["llama-2-7b"]
+LLAMA = "llama-3.1-8b"
 
 
 def states(need):
     return need.weights + need.gradients + need.optimizer
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 8, 64])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_divides_what_its_paper_divides(stage, ranks):
-    need = estimate(SEVEN, strategy=f"zero{stage}", ranks=ranks)
-    assert states(need) == pytest.approx(state_bytes(SEVEN.parameters, ranks=ranks, stage=stage), rel=1e-5)
+def test_states_are_divided_as_the_zero_paper_says() -> None:
+    for stage, strategy in ((1, "zero1"), (2, "zero2"), (3, "zero3"), (3, "fsdp")):
+        alone = estimate(SEVEN, strategy=strategy, ranks=1)
+        for ranks in (3, 64):
+            need = estimate(SEVEN, strategy=strategy, ranks=ranks)
+            expected = state_bytes(SEVEN.parameters, ranks=ranks, stage=stage)
+            assert states(need) == pytest.approx(expected, rel=1e-5), (strategy, ranks)
+            assert need.activations == alone.activations, "sharding states leaves activations alone"
 
 
-def test_fsdp_divides_sixteen_bytes():
-    alone, eight = (estimate(SEVEN, strategy="fsdp", ranks=ranks) for ranks in (1, 8))
-    assert states(alone) == pytest.approx(16 * SEVEN.parameters, rel=1e-5)
-    assert states(eight) == pytest.approx(states(alone) / 8, rel=1e-5)
-    assert eight.activations == alone.activations, "sharding states leaves activations alone"
-
-
-def test_fsdp_gathers_units_and_not_the_model():
+def test_fsdp_gathers_units_and_not_the_model() -> None:
     need = estimate(SEVEN, strategy="fsdp", ranks=64)
     block, outer = 2 * SEVEN.block_parameters, 2 * (SEVEN.parameters - SEVEN.layers * SEVEN.block_parameters)
     assert need.buffers == pytest.approx(outer + 2 * block + block, rel=1e-6)  # this block, the next one, its gradients
 
 
-def test_ddp_has_everything_on_each_rank_and_its_buckets():
-    one, two = estimate(SEVEN), estimate(SEVEN, strategy="ddp", ranks=2)
-    assert states(two) == states(one)
-    assert two.peak - one.peak == pytest.approx(one.gradients)
+def test_ddp_adds_its_buckets_and_divides_nothing() -> None:
+    alone, two = estimate(SEVEN), estimate(SEVEN, strategy="ddp", ranks=2)
+    assert states(two) == states(alone)
+    assert two.peak - alone.peak == pytest.approx(alone.gradients)
 
 
-@pytest.mark.parametrize("t", [2, 4, 8])
-def test_tensor_parallelism_divides_matrices_not_norms(t):
-    one, many = estimate("llama-3.1-8b"), estimate("llama-3.1-8b", tensor_parallel=t)
-    shape = PRESETS["llama-3.1-8b"]
+def test_tensor_parallelism_divides_matrices_not_norms() -> None:
+    alone, shape = estimate(LLAMA), PRESETS[LLAMA]
     norms = 4 * (2 * shape.layers + 1) * shape.hidden + 4 * shape.head_dim
-    assert many.weights == (one.weights - norms) // t + norms
-    split = estimate("llama-3.1-8b", tensor_parallel=t, sequence_parallel=True)
-    assert one.activations / t == pytest.approx(split.activations, rel=0.01) and split.activations < many.activations
+    for ranks in (2, 8):
+        many = estimate(LLAMA, tensor_parallel=ranks)
+        assert many.weights == (alone.weights - norms) // ranks + norms
+        split = estimate(LLAMA, tensor_parallel=ranks, sequence_parallel=True)
+        assert alone.activations / ranks == pytest.approx(split.activations, rel=0.01)
+        assert split.activations < many.activations
+    # 16 ranks share 8 kv heads: they hold copies
+    assert estimate(LLAMA, tensor_parallel=16).weights > estimate(LLAMA, tensor_parallel=8).weights / 2
 
 
-def test_more_tensor_ranks_than_kv_heads_copy_them():
-    eight, sixteen = (estimate("llama-3.1-8b", tensor_parallel=t) for t in (8, 16))
-    assert sixteen.weights > eight.weights / 2
+def test_the_fullest_pipeline_stage_is_reported() -> None:
+    many, single = (estimate(SEVEN, pipeline_parallel=4, num_microbatches=number) for number in (16, 1))
+    assert many.activations > 3 * single.activations, "the first stage holds a micro-batch for each stage"
+    assert many.weights < estimate(SEVEN).weights / 3
 
 
-def test_the_fullest_pipeline_stage_is_reported():
-    need = estimate(SEVEN, pipeline_parallel=4, num_microbatches=16)
-    alone = estimate(SEVEN, pipeline_parallel=4, num_microbatches=1)
-    assert need.activations > 3 * alone.activations, "the first stage holds a micro-batch for each stage"
-    assert need.weights < estimate(SEVEN).weights / 3
+def test_context_parallelism_divides_tokens() -> None:
+    alone, four = (estimate(SEVEN, seq_len=8192, context_parallel=ranks) for ranks in (1, 4))
+    assert four.activations == pytest.approx(alone.activations / 4, rel=1e-3) and four.logits == alone.logits // 4
 
 
-def test_context_parallelism_divides_tokens():
-    one, four = estimate(SEVEN, seq_len=8192), estimate(SEVEN, seq_len=8192, context_parallel=4)
-    assert four.activations == pytest.approx(one.activations / 4, rel=1e-3) and four.logits == one.logits // 4
-
-
-def test_offload_moves_states_then_weights():
+def test_offload_moves_states_then_weights() -> None:
     kept = estimate(SEVEN, strategy="zero3", ranks=4)
-    states_away = estimate(SEVEN, strategy="zero3", ranks=4, offload="optimizer")
-    all_away = estimate(SEVEN, strategy="zero3", ranks=4, offload="all")
-    assert states_away.optimizer == states_away.gradients == 0 and states_away.weights == kept.weights
-    assert all_away.weights == 0 and all_away.buffers > 0, "the units at work are still gathered"
+    for strategy, offload, weights in (("zero3", "optimizer", kept.weights), ("zero3", "all", 0), ("fsdp", "all", 0)):
+        need = estimate(SEVEN, strategy=strategy, ranks=4, offload=offload, activation_checkpointing="full")
+        assert (need.gradients, need.optimizer, need.weights) == (0, 0, weights), (strategy, offload)
+        assert need.buffers > 0, "the units at work are still gathered"
+        beside = need.phases["optimizer step"] - need.weights
+        assert beside < 1.1e9, "a bucket of 5e8 elements is all that the device holds in the step"
 
 
-def test_qlora_of_llama_65b_fits_where_its_paper_trained_it():
-    """arXiv:2305.14314: 65B parameters on one 48 GB card."""
-    need = estimate(
-        "llama-65b",
-        method="qlora",
-        activation_checkpointing="full",
-        optimizer="paged_adamw8bit",
-        seq_len=512,
-        lora_rank=64,
-    )
-    assert need.fits(48 * 10**9)
-    assert not estimate("llama-65b", method="lora", activation_checkpointing="full", seq_len=512).fits(80 * GIB)
-
-
-def test_bits_of_a_whole_matrix_are_the_papers():
-    elements = 4096 * 11008
-    assert 8 * nf4_bytes(elements) / elements == pytest.approx(4.127, abs=1e-3)  # bits: arXiv:2305.14314, section 3
-
-
-def test_the_peak_is_the_worst_moment_and_not_the_sum():
+def test_the_peak_is_the_worst_moment_and_not_the_sum() -> None:
     need = estimate("smollm2-135m", precision="fp32", micro_batch_size=8)
     assert need.peak == need.phases[need.peak_phase] == max(need.phases.values())
     assert need.peak < states(need) + need.activations + need.logits
-    assert need.reserved.low >= need.peak and need.reserved.low <= need.reserved.expected <= need.reserved.high
+    assert need.cuda_context > 0 and need.reserved.low <= need.device - need.cuda_context <= need.reserved.expected
+    assert need.peak <= need.reserved.low <= need.reserved.expected <= need.reserved.high
+    fused, foreach = (estimate(SEVEN, step=step).phases["optimizer step"] for step in ("fused", "foreach"))
+    assert foreach - fused == 4 * SEVEN.parameters, "foreach AdamW makes a copy of a state"
+    short, long = (estimate("smollm2-135m", precision="fp32", seq_len=tokens) for tokens in (64, 4096))
+    assert (short.peak_phase, long.peak_phase) == ("gradient of the embedding", "backward of the loss")
 
 
-def test_a_short_run_peaks_elsewhere_than_a_long_one():
-    short, long = (estimate("smollm2-135m", precision="fp32", seq_len=seq_len) for seq_len in (64, 4096))
-    assert short.peak_phase == "gradient of the embedding" and long.peak_phase == "backward of the loss"
+FITTING = [
+    ("tiny", 2 * GIB, {"precision": "fp32"}),
+    ("smollm2-135m", "a100-80gb", {"attention": "eager", "activation_checkpointing": "selective"}),
+    (LLAMA, "rtx4090", {"method": "qlora", "activation_checkpointing": "full"}),
+    (LLAMA, "24GiB", {"optimizer": "adamw8bit"}),  # not even one
+    ("llama-3.1-70b", "h100-80gb", {"strategy": "fsdp", "ranks": 64, "activation_checkpointing": "full"}),
+]
 
 
-def test_foreach_adamw_needs_a_copy_of_a_state():
-    fused, foreach = (estimate(SEVEN, seq_len=64, step=step).phases["optimizer step"] for step in ("fused", "foreach"))
-    assert foreach - fused == 4 * SEVEN.parameters
+def test_one_sequence_or_64_tokens_more_would_not_fit() -> None:
+    batches = []
+    for model, memory, settings in FITTING:
+        room = memory if isinstance(memory, int) else card(memory).memory
+        batch = largest_micro_batch(model, memory, **settings)
+        assert not estimate(model, micro_batch_size=batch + 1, **settings).fits(room), (model, memory)
+        assert not batch or estimate(model, micro_batch_size=batch, **settings).fits(room), (model, memory)
+        length = longest_sequence(model, memory, multiple=64, **settings)
+        assert length % 64 == 0
+        assert not estimate(model, seq_len=length + 64, **settings).fits(room), (model, memory)
+        assert not length or estimate(model, seq_len=length, **settings).fits(room), (model, memory)
+        batches.append(batch)
+    assert 0 in batches and max(batches) > 10, "the cases are of every kind"
 
 
-def test_every_more_costs_more():
-    base = {"micro_batch_size": 2, "seq_len": 512}
-    for more in ({"micro_batch_size": 3}, {"seq_len": 1024}, {"attention": "eager"}):
-        assert estimate(SEVEN, **(base | more)).activations > estimate(SEVEN, **base).activations
+def test_a_length_divides_by_context_parallel_and_stays_in_a_table_of_positions() -> None:
+    length = longest_sequence(LLAMA, "h100-80gb", multiple=128, context_parallel=3, method="qlora")
+    assert length and length % (3 * 128) == 0
+    for multiple, expected in ((128, 1024), (768, 768), (96, 960)):
+        assert longest_sequence("gpt2", "h100-80gb", precision="bf16", multiple=multiple) == expected
 
 
-@pytest.mark.parametrize(("strategy", "offload"), [("zero3", "optimizer"), ("zero3", "all"), ("fsdp", "all")])
-def test_offloaded_gradients_are_no_part_of_the_device_s_step(strategy, offload):
-    told = estimate("llama-2-7b", strategy=strategy, offload=offload, ranks=4, activation_checkpointing="full")
-    beside = told.phases["optimizer step"] - told.weights
-    assert told.gradients == told.optimizer == 0 and beside < 1.1e9, "a bucket of 5e8 elements is all that may be there"
+def test_every_method_on_a_card() -> None:
+    ways = methods_that_fit(LLAMA, "rtx4090")
+    assert len({(way.method, way.activation_checkpointing, way.optimizer) for way in ways}) == len(ways) == 27
+    for way in ways:
+        settings = {
+            name: getattr(way, name) for name in ("method", "activation_checkpointing", "optimizer", "precision")
+        }
+        need = estimate(LLAMA, **settings)
+        assert (way.peak, way.peak_phase, way.device) == (need.peak, need.peak_phase, need.device), way
+        assert way.fits == (need.device <= 24 * GIB), way
+    fitting = {way.method for way in ways if way.fits}
+    assert "qlora" in fitting and "full" not in fitting, "8B full fine-tuning does not fit a 24 GiB card"
+    assert {way.precision for way in methods_that_fit("smollm2-135m", "t4")} == {"fp16-mixed"}, "a T4 has no bf16"
+
+
+def test_names_and_cards_as_people_write_them() -> None:
+    for name in ("meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B", "meta-llama/Meta-Llama-3-8B"):
+        assert shape_of(name).layers == 32, name
+    assert shape_of("Qwen/Qwen3-0.6B-Base") is shape_of("qwen3-0.6b")
+    assert card("24GiB").memory == 24 * GIB and card(" 24 GB ").memory == 24 * 10**9
+    assert card("A100-80GB") is CARDS["a100-80gb"]
+
+
+WIDTHS = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 256}  # of a config
+REFUSED = [
+    ("llama-4-8b", {}, "llama-3-8b"),  # the nearest
+    (3, {}, "int"),
+    ({"layers": 2}, {}, "hidden"),
+    ({"layer": 2}, {}, "'layers'"),
+    ({"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 3, "vocab": 9}, {}, "kv_heads=3"),
+    (SimpleNamespace(model_type="mixtral", num_local_experts=8, **WIDTHS), {}, "mixtral"),
+    (SimpleNamespace(model_type="mamba", **WIDTHS), {}, "mamba"),
+    (LLAMA, {"card": "v100"}, "v100-16gb"),
+    (LLAMA, {"card": "t4"}, "t4"),  # bf16
+    (LLAMA, {"micro_batch_size": 1.5}, "micro_batch_size=1.5"),
+    (LLAMA, {"method": "lora", "lora_rank": 0}, "lora_rank=0"),
+    (LLAMA, {"ranks": 2}, "ranks=2"),
+    (LLAMA, {"tensor_parallel": 3}, "32 attention heads"),
+    ("qwen2.5-7b", {"tensor_parallel": 7}, "4 kv heads"),
+    (LLAMA, {"pipeline_parallel": 33}, "pipeline_parallel=33"),
+    (LLAMA, {"context_parallel": 3}, "context_parallel=3"),
+    (LLAMA, {"offload": "all", "strategy": "zero2", "ranks": 2}, "zero2"),
+    (LLAMA, {"offload": "optimizer", "strategy": "fsdp", "ranks": 2}, "FSDP2"),
+    (LLAMA, {"offload": "all", "strategy": "fsdp", "ranks": 2, "optimizer": "adamw8bit"}, "adamw8bit"),
+    (LLAMA, {"method": "qlora", "tensor_parallel": 2}, "tp=2"),
+    (LLAMA, {"precision": "nf4"}, "method='qlora'"),
+]
+
+
+def test_what_means_nothing_is_refused() -> None:
+    assert_refused(
+        (lambda model=model, settings=settings: estimate(model, **settings), ValueError, fragment)
+        for model, settings, fragment in REFUSED
+    )
+    assert_refused(
+        (lambda name=name: estimate("tiny", **{name: "#"}), ValueError, f"{name}='#'")
+        for name in set(CHOICES) & set(inspect.signature(estimate).parameters)
+    )
+    assert_refused(
+        [
+            (lambda: largest_micro_batch("tiny", "t4"), ValueError, "t4"),
+            (lambda: largest_micro_batch("tiny", 0), ValueError, "memory=0"),
+            (lambda: largest_micro_batch("tiny", GIB, micro_batch_size=2), ValueError, "micro_batch_size"),
+            (lambda: longest_sequence("tiny", GIB, seq_len=2), ValueError, "seq_len"),
+            (lambda: methods_that_fit("tiny", "l4", method="full"), ValueError, "method"),
+        ]
+    )

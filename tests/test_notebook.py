@@ -1,37 +1,28 @@
-"""What a page shows of a program and of a list of rows."""
+"""What a page shows: a program's source, a table, and widgets that answer what the library answers."""
 
 from __future__ import annotations
 
 import functools
-import html.parser
+import html
 import inspect
+import re
 
 import numpy as np
 import pytest
+from refusals import assert_refused
 
 from course_lib import notebook
+from course_lib.memory import CARDS, estimate, shape_of
 from course_lib.notebook import show, table
+from course_lib.notebook.widgets import grid_explorer as explorer
+from course_lib.notebook.widgets.calculator import START, answer, calculator
+from course_lib.notebook.widgets.grid_explorer import axis_traffic, grid_explorer, static_page
+from course_lib.notebook.widgets.ring_stepper import ring_stepper
+from course_lib.parallel.grid import Grid
 
 
-class Text(html.parser.HTMLParser):
-    """A page's tags and its text as a reader sees it; raises where the tags do not close in order."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open, self.tags, self.text = [], [], ""
-        self.feed(page)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag, attributes):
-        self.open.append(tag)
-        self.tags.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
+def text(page: str) -> str:
+    return html.unescape(re.sub("<[^>]+>", "", page))
 
 
 class Wiggly:
@@ -41,95 +32,96 @@ class Wiggly:
         return 1 < x and x > 2
 
 
-def sample(x: int) -> str:
-    return f"<script>alert({x})</script> &amp;"
+def test_the_source_of_a_module_a_function_or_a_class_is_shown_folded():
+    for thing, name in ((notebook, "course_lib.notebook"), (Wiggly, "Wiggly"), (Wiggly.grow, "grow")):
+        shown, source = show(thing), inspect.getsource(thing)
+        page = shown._repr_html_()
+        assert repr(shown) == source and source.strip("\n") in text(page) and name in text(page).split("(")[0]
+        assert page.startswith("<details>")  # folded
+    without = (3, "text", None, len, dict, Wiggly(), functools.partial(Wiggly.grow, 1), [Wiggly])
+    assert_refused((lambda thing=thing: show(thing), ValueError, "no Python source") for thing in without)
 
 
-@pytest.mark.parametrize(
-    ("thing", "name"),
-    [(notebook, "course_lib.notebook"), (sample, "sample"), (Wiggly, "Wiggly"), (Wiggly.grow, "grow")],
-)
-def test_the_source_of_a_module_a_function_or_a_class(thing, name):
-    shown = show(thing)
-    source = inspect.getsource(thing)
-    assert repr(shown) == source
-    page = Text(shown._repr_html_())
-    file = "__init__.py" if thing is notebook else "test_notebook.py"
-    summary = f"Source of {name} ({file}, {len(source.splitlines())} lines)"
-    assert page.text.startswith(summary)
-    assert page.text.removeprefix(summary).strip("\n") == source.strip("\n")
-    assert [tag for tag, _ in page.tags[:3]] == ["details", "summary", "code"]
-    assert not any("open" in attributes for tag, attributes in page.tags if tag == "details")  # folded
-    assert {tag for tag, _ in page.tags} <= {"details", "summary", "code", "div", "pre", "span"}
+def test_a_table_says_the_same_as_text_and_on_the_page():
+    rows = [
+        {"link": "NVLink <b> & co", "bytes": 1234567, "speed-up": 1.97654, "on": True, 2: np.int64(16384)},
+        {"link": "Ethernet", "bytes": 4, "speed-up": 123456.7, "on": False, 2: "many"},
+    ]
+    shown = table(rows, caption="a <b> c")
+    expected = ["link", "bytes", "speed-up", "on", "2"]
+    expected += ["NVLink <b> & co", "1,234,567", "1.977", "True", "16,384", "Ethernet", "4", "123,457", "False", "many"]
+    page = shown._repr_html_()
+    assert text(page) == "a <b> c" + "".join(expected)
+    caption, *lines = repr(shown).splitlines()
+    assert caption == "a <b> c" and [cell for line in lines for cell in re.split(r"\s{2,}", line)] == expected
+    sides = re.findall(r"<t[hd][^>]*text-align:(\w+)", page)
+    assert sides == ["left", "right", "right", "left", "left"] * 3  # numbers to the right
+    assert repr(table([{"name": "a", "n": 1}, {"name": "b"}])).splitlines()[-1] == "b"
+    assert_refused([(lambda: table([]), ValueError, "one row")])
 
 
-def test_a_name_is_escaped():
-    def known(): ...
-
-    known.__name__ = "<lambda> & co"
-    page = show(known)._repr_html_()
-    assert "<code>&lt;lambda&gt; &amp; co</code>" in page
-    assert Text(page).text.startswith("Source of <lambda> & co (")
+# ------------------------------------------------------------------------------------------------------------- widgets
+def controls(widget):
+    return {control.description: control for column in widget.children[0].children for control in column.children}
 
 
-def test_source_is_readable_on_a_dark_page():
-    style = next(a["style"] for tag, a in Text(show(sample)._repr_html_()).tags if tag == "div")
-    assert style == "background: #f8f8f8; color: #1a1a1a"
+def test_the_calculator_answers_what_the_estimate_says_and_follows_its_sliders():
+    setting = {name: value for name, value in START.items() if name != "card"}
+    need, words = answer(card_name="t4", **(setting | {"gpus": 1, "method": "qlora"}))
+    assert need == estimate("llama-3.1-8b", method="qlora", precision="fp16-mixed")  # a T4 has no bf16
+    assert need.fits(CARDS["t4"].memory) is False and "does not fit" in words
+    widget = calculator(model="smollm2-135m", gpus=1)
+    before = widget.children[1].value
+    assert "smollm2-135m" in before and controls(widget)["shared by"].disabled  # one GPU shares with nobody
+    controls(widget)["GPUs"].value = 8
+    assert not controls(widget)["shared by"].disabled
+    controls(widget)["tokens each"].value = 16384
+    words, _, picture = widget.children[1].value.partition("<img alt='")
+    old_words, _, old_picture = before.partition("<img alt='")
+    assert words != old_words and picture != old_picture and "data:image/png;base64," in picture
 
 
-@pytest.mark.parametrize(
-    "thing", [3, "text", None, len, dict, Wiggly(), functools.partial(sample, 1), sample.__code__, [sample]]
-)
-def test_a_thing_without_source_to_show(thing):
-    with pytest.raises(ValueError, match="has no Python source to show; give a module, a function or a class"):
-        show(thing)
+def test_traffic_is_summed_over_a_step_and_timed_on_the_link_that_the_axis_uses():
+    shape, grid = shape_of("llama-3.1-8b"), Grid(dp=2, pp=2, tp=4, cp=2)
+    rows = {row.axis: row for row in axis_traffic(shape, grid, num_microbatches=8, seq_len=4096, strategy="ddp")}
+    sizes = {axis: (row.ranks, row.nodes) for axis, row in rows.items()}
+    assert sizes == {"tp": (4, 1), "cp": (2, 1), "pp": (2, 2), "dp": (4, 2)}
+    assert "NVSwitch" in rows["tp"].link and "InfiniBand" in rows["dp"].link
+    states = 4096 // 2 * shape.hidden * 2  # a rank's tokens of one sequence, bf16
+    gradients = 4 * shape.parameters / 8  # once, however many micro-batches
+    assert (rows["pp"].payload, rows["pp"].messages) == (8 * states, 8)
+    assert (rows["dp"].payload, rows["dp"].messages) == (gradients, 1)
+    assert rows["dp"].seconds == pytest.approx(2 * 3 / 4 * gradients / 50e9, rel=1e-3)
+    assert rows["pp"].seconds == pytest.approx(8 * states / 50e9, rel=0.05)
+    assert axis_traffic(shape, Grid()) == []
 
 
-ROWS = [
-    {"link": "NVLink <b> & co", "bytes": 1234567, "speed-up": 1.97654, "on": True},
-    {"link": "Ethernet", "bytes": 4, "speed-up": 123456.7, "on": False},
-]
+def test_the_explorer_answers_and_has_a_fallback_for_pages_without_widgets():
+    start = dict(dp=4, pp=1, tp=2, per_node=4, model="llama-3.1-8b")
+    widget = grid_explorer(**start)
+    bundle, shown = widget._repr_mimebundle_(), widget.children[1]
+    assert "application/vnd.jupyter.widget-view+json" in bundle
+    assert bundle["text/html"] == static_page(**start) == shown.value
+    assert "llama-3.1-8b on 8 GPUs" in shown.value and "alt=" in shown.value
+    for name, value, expected in (
+        ("tp (tensor)", 8, "on 32 GPUs"),
+        ("cp (context)", 2, "dp x cp"),
+        ("pp (pipeline)", 32, "on 2048 GPUs"),
+        ("model", "llama-3.2-1b", "Does not fit"),  # 16 layers
+    ):
+        controls(widget)[name].value = value
+        assert expected in shown.value, name
 
 
-def test_text_is_aligned():
-    assert repr(table(ROWS, caption="Links")) == "\n".join(
+def test_what_does_not_fit_is_refused():
+    assert_refused(
         [
-            "Links",
-            "link                 bytes  speed-up  on",
-            "NVLink <b> & co  1,234,567     1.977  True",
-            "Ethernet                 4   123,457  False",
+            (lambda: calculator(gpu=2), ValueError, "'gpu'"),
+            (lambda: ring_stepper(9), ValueError, "ranks=9"),
+            (lambda: grid_explorer(gpus=2), ValueError, "'gpus'"),
+            (lambda: explorer.answer(pp=128), ValueError, "80 layers"),
+            (lambda: explorer.answer(cp=3), ValueError, "cp=3"),
+            (lambda: explorer.answer(tp=3), ValueError, "3 tensor-parallel ranks"),
+            (lambda: explorer.answer(outer="string"), ValueError, "string"),
         ]
     )
-
-
-def test_the_page_says_the_same():
-    page = Text(table(ROWS, caption="a <b> c")._repr_html_())
-    assert (
-        page.text == "a <b> c" + "linkbytesspeed-upon" + "NVLink <b> & co1,234,5671.977True" + "Ethernet4123,457False"
-    )
-    cells = [(tag, attributes) for tag, attributes in page.tags if tag in ("th", "td")]
-    assert [tag for tag, _ in cells] == ["th"] * 4 + ["td"] * 8
-    sides = [attributes["style"].removeprefix("text-align:") for _, attributes in cells]
-    assert sides == ["left", "right", "right", "left"] * 3
-    assert all(attributes.get("scope") == ("col" if tag == "th" else None) for tag, attributes in cells)
-    assert [tag for tag, _ in page.tags].count("tr") == 3
-
-
-def test_no_caption():
-    shown = table([{"a": 1}])
-    assert repr(shown) == "a\n1" and "caption" not in shown._repr_html_()
-
-
-def test_numbers_of_other_libraries_and_keys_that_are_no_text():
-    shown = table([{2: np.int64(16384), None: np.float32(0.5)}, {2: 1, None: 2.0}])
-    assert repr(shown).splitlines() == ["     2  None", "16,384   0.5", "     1     2"]
-
-
-def test_a_missing_or_odd_value_leaves_its_column_as_text():
-    assert repr(table([{"name": "a", "n": 1}, {"name": "b"}])).splitlines() == ["name  n", "a     1", "b"]
-    assert repr(table([{"n": 100}, {"n": "many"}])).splitlines() == ["n", "100", "many"]
-
-
-def test_no_rows():
-    with pytest.raises(ValueError, match="A table needs at least one row"):
-        table([])

@@ -1,30 +1,24 @@
-"""Collectives, bytes on the wire and step times as observed, against arithmetic and the system's counters."""
+"""Collectives, bytes on the wire, steps and spans as observed, against arithmetic and the system's counters."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from refusals import assert_refused
 
 from course_lib.launch import launch
-from course_lib.observe import WireMeter, observe, record_collectives
+from course_lib.observe import Span, WireMeter, observe, overlap_seconds, record_collectives, steps, trace_step
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 pytestmark = pytest.mark.usefixtures("no_leftovers")
-
-
-def tiny_llama(tied: bool = False) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    shape = dict(vocab_size=512, hidden_size=128, intermediate_size=352, num_hidden_layers=2)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2)
-    return LlamaForCausalLM(LlamaConfig(**shape, **heads, use_cache=False, tie_word_embeddings=tied))
 
 
 # ------------------------------------------------------------------------------------------------------- collectives
@@ -52,14 +46,23 @@ def every_kind() -> None:
     work.wait()
     with torch.inference_mode():
         dist.all_reduce(torch.ones(5))
+    thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(10),))
+    thread.start()
+    thread.join()
+    # a backend of one's own, which PyTorch's dispatcher never sees
+    store = dist.PrefixStore("private", dist.distributed_c10d._get_default_store())
+    dist.ProcessGroupGloo(store, rank, n)._reduce_scatter_base(torch.empty(4), torch.ones(4 * n)).wait()
+    dist.barrier()
+    time.sleep(1.0 if rank == 2 else 0.0)
+    dist.group.WORLD._get_backend(torch.device("cpu")).allreduce(tensors=[torch.ones(30)]).wait()
 
 
-def test_every_collective_is_seen_with_its_bytes():
+def test_every_collective_is_seen_with_its_bytes_and_the_wait_for_a_late_rank():
     run = launch(every_kind, ranks=3)
     everybody = (0, 1, 2)
     for rank in everybody:
-        seen = [(c.kind, c.bytes, c.group) for c in run.collectives if c.rank == rank]
-        assert seen == [
+        local = [c for c in run.collectives if c.rank == rank]
+        assert [(c.kind, c.bytes, c.group) for c in local] == [
             ("all_reduce", 24, everybody),
             ("broadcast", 24, everybody),
             ("barrier", 0, everybody),
@@ -75,50 +78,14 @@ def test_every_collective_is_seen_with_its_bytes():
             ("all_to_all", 72, everybody),
             ("all_reduce", 48, everybody),
             ("all_reduce", 20, everybody),
-        ]
-        own = [c for c in run.collectives if c.rank == rank]
-        assert all(c.seconds > 0 for c in own if c.kind not in ("send", "recv"))
-        assert all(a.start < b.start for a, b in zip(own, own[1:], strict=False))
-
-
-def issue_from_threads() -> list[tuple[str, int, int | None]]:
-    """All-reduce in a thread, and on a backend of one's own, which PyTorch's dispatcher never sees."""
-
-    def in_a_thread() -> None:
-        dist.all_reduce(torch.ones(10))
-        if rank == 0:
-            dist.send(torch.ones(3), 1)
-        else:
-            dist.recv(torch.ones(3), 0)
-        private.allreduce([torch.ones(20)]).wait()
-
-    rank = dist.get_rank()
-    store = dist.PrefixStore("private", dist.distributed_c10d._get_default_store())
-    private = dist.ProcessGroupGloo(store, rank, dist.get_world_size())
-    with record_collectives() as issued:
-        thread = threading.Thread(target=in_a_thread)
-        thread.start()
-        thread.join()
-        private._reduce_scatter_base(torch.empty(4), torch.ones(8)).wait()
-        dist.group.WORLD._get_backend(torch.device("cpu")).allreduce(tensors=[torch.ones(30)]).wait()
-    dist.barrier()
-    return [(c.kind, c.bytes, c.peer) for c in issued]
-
-
-def test_collectives_of_every_thread_and_of_private_backends_are_seen_with_their_bytes():
-    run = launch(issue_from_threads, ranks=2)
-    for rank in (0, 1):
-        expected = [
-            ("all_reduce", 40, None),
-            ("send", 12, 1) if rank == 0 else ("recv", 12, 0),
-            ("all_reduce", 80, None),
-            ("reduce_scatter", 32, None),
-            ("all_reduce", 120, None),
-        ]
-        assert run.results[rank] == expected
-        own = [c for c in run.collectives if c.rank == rank]
-        assert [(c.kind, c.bytes, c.peer) for c in own] == [*expected, ("barrier", 0, None)]
-        assert all(c.seconds > 0 and c.group == (0, 1) for c in own if c.peer is None)
+            ("all_reduce", 40, everybody),
+            ("reduce_scatter", 48, everybody),
+            ("barrier", 0, everybody),
+            ("all_reduce", 120, everybody),
+        ], f"rank {rank}"
+        assert all(c.seconds > (0.5 if c.bytes == 120 and rank != 2 else 0) for c in local if c.peer is None)
+        assert [c.peer for c in local if c.kind in ("send", "recv")] == [1, 0][rank : rank + 1]
+        assert all(a.start < b.start for a, b in itertools.pairwise(local))
 
 
 def test_collectives_are_recorded_where_no_launch_does_it():
@@ -136,17 +103,7 @@ def test_collectives_are_recorded_where_no_launch_does_it():
     assert torch._C._distributed_c10d.Backend.allreduce is method
 
 
-def test_seconds_include_the_wait_for_a_late_rank():
-    def late():
-        dist.barrier()
-        time.sleep(1.0 * dist.get_rank())
-        dist.all_reduce(torch.ones(4))
-
-    waited, _ = [c for c in launch(late, ranks=2).collectives if c.kind == "all_reduce"]
-    assert waited.rank == 0 and waited.seconds > 0.5
-
-
-def scatter_many():
+def scatter_many() -> float:
     """MiB that eight reduce_scatters of 40 MB leave behind, Python's collector of circles switched off."""
     import gc
 
@@ -163,24 +120,22 @@ def scatter_many():
 def test_a_noted_collective_keeps_no_tensor_alive():
     run = launch(scatter_many, ranks=2, quiet=True)
     assert max(run.results) < 250  # the inputs alone are 305 MiB; gloo by itself is left with about 120
-    assert all(c.seconds for c in run.collectives)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_bytes_on_the_wire(ranks):
+def send_and_reduce() -> tuple[int, int]:
+    value, rank = torch.ones(2**20), dist.get_rank()
+    with WireMeter() as ring:
+        dist.all_reduce(value)
+    with WireMeter() as one_way:
+        dist.send(value, 1) if rank == 0 else dist.recv(value, 0) if rank == 1 else None
+    dist.barrier()  # a rank that leaves closes its connections, and what they carried could not be read any more
+    return ring.bytes, one_way.bytes
+
+
+def test_bytes_on_the_wire():
     """gloo's all_reduce of 4 MiB sends the ring's 2(n-1)/n, and 48 bytes a message: at most 0.1 % more."""
-
-    def sends():
-        value, rank = torch.ones(2**20), dist.get_rank()
-        with WireMeter() as ring:
-            dist.all_reduce(value)
-        with WireMeter() as one_way:
-            dist.send(value, 1) if rank == 0 else dist.recv(value, 0) if rank == 1 else None
-        dist.barrier()  # a rank that leaves closes its connections, and what they carried could not be read any more
-        return ring.bytes, one_way.bytes
-
-    run = launch(sends, ranks=ranks)
-    formula = 2 * (ranks - 1) / ranks * 2**22
+    run = launch(send_and_reduce, ranks=3)
+    formula = 2 * 2 / 3 * 2**22
     assert all(formula <= ring <= 1.001 * formula for ring, _ in run.results), run.results
     one_way = [sent for _, sent in run.results]  # what a rank receives is not counted
     assert 2**22 <= one_way[0] <= 1.001 * 2**22 and max(one_way[1:]) < 1000, run.results
@@ -189,18 +144,84 @@ def test_bytes_on_the_wire(ranks):
     assert {c.wire_bytes for c in run.collectives if c.kind == "all_reduce"} == {formula}
 
 
-# ------------------------------------------------------------------------------------------------- steps, and the cost
-def test_step_times_and_tokens():
+# ------------------------------------------------------------------------------------------------------------- steps
+def test_step_times_and_tokens(monkeypatch):
+    seconds = iter([0.0, 2.0, 10.0, 10.5, 20.0, 20.5, 30.0, 30.5])  # a first step of 2 s, then three of half a second
+    monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     observation = observe()
-    for pause in (2.0, 0.05, 0.05, 0.05):
+    for _ in range(4):
         with observation.step(tokens=100):
-            time.sleep(pause)
-    assert observation.num_steps == 4 and 0.05 <= observation.median_step < 1.0 and observation.memory == {}
-    assert observation.tokens_per_second == pytest.approx(100 / observation.median_step)
+            pass
     outcome = observation.outcome([3.5], "Plain", saved=True)
     assert (outcome.losses, outcome.wrapper, outcome.rank, outcome.world_size) == ([3.5], "Plain", 0, 1)
-    assert outcome.median_step == observation.median_step and outcome.extra == {"saved": True}
-    assert outcome.wire_bytes is None  # without a process group the sockets are somebody else's
+    assert (outcome.median_step, outcome.tokens_per_second, outcome.extra) == (0.5, 200.0, {"saved": True})
+    assert outcome.memory == {} and outcome.wire_bytes is None  # alone, its sockets are somebody else's
     assert observe().outcome([], "Plain").median_step == 0.0  # nothing was timed
-    with pytest.raises(ValueError, match="measured_step=-1: give the index"):
-        observe(measured_step=-1)
+    assert_refused([(lambda: observe(measured_step=-1), ValueError, "measured_step=-1")])
+
+
+# ------------------------------------------------------------------------------------------------------------- spans
+def traced_ddp() -> tuple[float, list[Span], float]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from course_lib.models import tiny_llama
+
+    model = DistributedDataParallel(tiny_llama(vocab=512), bucket_cap_mb=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.zeros(4, 128, dtype=torch.long)
+
+    def step():
+        with torch.profiler.record_function("my label"):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    dist.barrier()
+    before = time.time()
+    spans = trace_step(step)
+    return before, spans, time.time()
+
+
+def test_the_spans_of_a_ddp_step():
+    run = launch(traced_ddp, ranks=2)
+    for before, spans, after in run.results:
+        assert all(before <= s.start <= s.end <= after for s in spans)  # seconds since the epoch
+        assert [s.start for s in spans] == sorted(s.start for s in spans)
+        by_kind = {kind: [s for s in spans if s.kind == kind] for kind in ("forward", "backward", "optimizer")}
+        reduces = [s for s in spans if s.kind == "collective" and s.name == "gloo:all_reduce"]
+        assert len(reduces) >= 3  # the gradients in buckets of 1 MiB
+        assert len(by_kind["optimizer"]) == 1 and "AdamW" in by_kind["optimizer"][0].name
+        assert "my label" in {s.name for s in spans if s.kind == "other"}
+        (thread,) = {s.thread for kind in by_kind.values() for s in kind}
+        assert thread not in {s.thread for s in spans if s.kind == "collective"}
+        first, last = by_kind["backward"][0].start, by_kind["backward"][-1].end
+        assert max(s.end for s in by_kind["forward"]) <= first < reduces[0].start
+        assert max(s.start for s in reduces) < by_kind["optimizer"][0].start
+        computing = [s for s in spans if s.kind in by_kind]
+        assert all(a.end <= b.start for a, b in itertools.pairwise(computing)), "one thread does one thing at a time"
+        # the first bucket travels while the layers below it compute
+        assert 0 < overlap_seconds(spans) <= min(sum(s.seconds for s in reduces), last - first)
+    (from_0, _, to_0), (from_1, _, to_1) = run.results
+    assert max(from_0, from_1) < min(to_0, to_1), "both ranks on one clock"
+
+
+def test_overlap_by_hand():
+    def span(kind, start, end, thread):
+        return Span(kind, kind, start, end, thread)
+
+    backward = [span("backward", 0.0, 4.0, 1), span("backward", 5.0, 8.0, 1)]
+    two_reduces = [span("collective", 3.0, 6.0, 2), span("collective", 3.5, 9.0, 3)]
+    on_gpu = [span("collective", 10.0, 12.0, -8), span("backward", 11.0, 13.0, -8)]
+    for case, spans, expected in (
+        ("no collective", backward, 0),
+        ("on the same thread, one after the other", [*backward, span("collective", 1.0, 3.0, 1)], 0),
+        ("on another thread", [*backward, span("collective", 3.0, 6.0, 2)], 2.0),
+        ("two at once count time once", [*backward, *two_reduces], 4.0),
+        ("beside a forward pass", [*two_reduces, span("forward", 0.0, 9.0, 1)], 0),
+        ("where a GPU works only its streams count", [*backward, *two_reduces, *on_gpu], 0),
+        ("two streams of a GPU", [*on_gpu, span("backward", 11.5, 13.0, -9)], 0.5),
+    ):
+        assert overlap_seconds(spans) == pytest.approx(expected), case

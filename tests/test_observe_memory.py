@@ -1,208 +1,210 @@
-"""Bytes by category and the peak of a step, to the byte: against arithmetic and against PyTorch's own tracker."""
+"""Bytes of a step to the byte: by category, allocation by allocation, and which slices a rank holds."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import sys
 from collections import Counter
 
 import cloudpickle
-import pytest
 import torch
 import torch.distributed as dist
+from refusals import assert_refused
 
+from course_lib.figures.sharding import HELD
 from course_lib.launch import launch
+from course_lib.models import tiny_llama
 from course_lib.observe import observe, tensor_bytes
+from course_lib.observe.allocations import memory_over_time, record_allocations, training_tensors
+from course_lib.observe.held_elements import held_slices
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
-pytestmark = pytest.mark.usefixtures("no_leftovers")
 WEIGHTS = [64 * 128, 128, 128 * 32, 32]  # of mlp(), in numbers
 
 
+# ------------------------------------------------------------------------------------------------------- by category
 def mlp() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 32))
 
 
-def tiny_llama(tied: bool = False) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    shape = dict(vocab_size=512, hidden_size=128, intermediate_size=352, num_hidden_layers=2)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2)
-    return LlamaForCausalLM(LlamaConfig(**shape, **heads, use_cache=False, tie_word_embeddings=tied))
-
-
-def train(model, *, optimizer=torch.optim.AdamW, measured_step=2):
+def train(model, *, optimizer=torch.optim.AdamW, measured_step=2) -> dict[str, int]:
     chosen = optimizer(model.parameters(), lr=1e-3)
-    seen = observe(model, chosen, measured_step=measured_step)
+    observation = observe(model, chosen, measured_step=measured_step)
     for _ in range(4):
-        with seen.step(tokens=16):
+        with observation.step(tokens=16):
             model(torch.ones(16, 64)).sum().backward()
             chosen.step()
             chosen.zero_grad()
-    return seen.memory
+    return observation.memory
 
 
-def every_wrapper():
+def every_wrapper() -> dict[str, dict[str, int]]:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    found = {"plain": train(mlp()), "sgd": train(mlp(), optimizer=torch.optim.SGD)}
-    found["ddp"] = train(DistributedDataParallel(mlp()))
-    found["view"] = train(DistributedDataParallel(mlp(), gradient_as_bucket_view=True))
+    memory = {"plain": train(mlp()), "sgd": train(mlp(), optimizer=torch.optim.SGD)}
+    for step in range(4):  # DDP rebuilds its buckets in one of them
+        memory[f"ddp {step}"] = train(DistributedDataParallel(mlp()), measured_step=step)
+    memory["view"] = train(DistributedDataParallel(mlp(), gradient_as_bucket_view=True))
     dist.barrier()
-    model = fully_shard(mlp())
-    found["fsdp"] = train(model)
-    found["fsdp shard"] = tensor_bytes(model.parameters())
-    return found
+    memory["fsdp"] = train(fully_shard(mlp()))
+    return memory
 
 
-def test_ddp_and_fsdp_collectives_and_bytes_by_category():
+def test_bytes_by_category_and_collectives_of_ddp_and_fsdp():
     run = launch(every_wrapper, ranks=2)
-    weights, states = 4 * sum(WEIGHTS), 4 * len(WEIGHTS)  # bytes; AdamW's step counters are four bytes each
+    weights, counters = 4 * sum(WEIGHTS), 4 * len(WEIGHTS)  # bytes; AdamW's step counters are four bytes each
     # autograd keeps the first layer's input, and one tensor as the ReLU's result and the second layer's input
     kept = 16 * 64 * 4 + 16 * 128 * 4
-    for found, other in zip(run.results, reversed(run.results), strict=True):
-        common = {"parameters": weights, "gradients": weights, "ddp_buckets": 0, "activations": kept}
-        expected = {
-            "plain": common | {"optimizer_state": 2 * weights + states},
-            "sgd": common | {"optimizer_state": 0},
-            "ddp": common | {"optimizer_state": 2 * weights + states, "ddp_buckets": weights},
-            "view": common | {"optimizer_state": 2 * weights + states},
-        }
-        for name, categories in expected.items():
-            peak = found[name].pop("peak")
-            assert found[name] == categories, name
-            assert peak > sum(categories.values()) - kept, name
-        shard = {"parameters": weights // 2, "gradients": weights // 2, "optimizer_state": weights + states}
-        assert found["fsdp"].items() >= (shard | {"activations": kept}).items()
-        # the peak of a rank that runs ahead may hold a gathered weight longer
-        equal = {name: size for name, size in found["fsdp"].items() if name != "peak"}
-        assert found["fsdp shard"] == weights // 2 and other["fsdp"].items() >= equal.items()
+    common = {"parameters": weights, "gradients": weights, "ddp_buckets": 0, "activations": kept}
+    adam = {"optimizer_state": 2 * weights + counters}
+    for memory in run.results:
+        plain_peak = memory["plain"]["peak"]
+        # weights, gradients, two moments, and AdamW's temporaries, which are two more where it works on all at once
+        assert 4 * weights < plain_peak < 6 * weights
+        for name, expected in (
+            ("plain", common | adam),
+            ("sgd", common | {"optimizer_state": 0}),
+            *((f"ddp {step}", common | adam | {"ddp_buckets": weights}) for step in (2, 3)),
+            ("view", common | adam),
+            ("fsdp", {"parameters": weights // 2, "gradients": weights // 2, "optimizer_state": weights + counters}),
+        ):
+            assert memory[name].items() >= expected.items(), name
+            assert memory[name]["peak"] > sum(expected.values()) - kept, name
+        for step in range(4):
+            # rebuilding sends the order of the buckets around, some bytes that may live a little longer
+            assert plain_peak + weights <= memory[f"ddp {step}"]["peak"] < plain_peak + weights + 100, step
     assert run.memory[0].items() >= run.results[0]["fsdp"].items()  # the last measured step is the launch's own report
 
     for rank in (0, 1):
-        own = [c for c in run.collectives if c.rank == rank]
-        barrier = next(i for i, c in enumerate(own) if c.kind == "barrier")
-        reduced = [c.bytes for c in own[:barrier] if c.kind == "all_reduce"]
-        assert sum(reduced) == 2 * 4 * weights  # two DDP models, four steps
-        sharded = Counter((c.kind, c.bytes) for c in own[barrier + 1 :] if c.kind != "broadcast")
+        local = [c for c in run.collectives if c.rank == rank]
+        barrier = next(i for i, c in enumerate(local) if c.kind == "barrier")
+        # five DDP models, four steps each
+        assert sum(c.bytes for c in local[:barrier] if c.kind == "all_reduce") == 5 * 4 * weights
+        sharded = Counter((c.kind, c.bytes) for c in local[barrier + 1 :] if c.kind != "broadcast")
         assert sharded == {("all_gather", weights // 2): 4, ("reduce_scatter", weights): 4}
-        assert all(c.seconds > 0 for c in own)
 
 
-def peaks_of_ddp():
-    """Peaks by what wraps the model, whether gradients are cleared first, how, and which step is measured."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    peaks = {}
-    for kind in ("plain", "ddp", "view"):
-        for first, to_none, measured in itertools.product((False, True), (False, True), range(4)):
-            model = mlp()
-            if kind != "plain":
-                model = DistributedDataParallel(model, gradient_as_bucket_view=kind == "view")
-            optimizer = torch.optim.AdamW(model.parameters())
-            seen = observe(model, optimizer, measured_step=measured)
-            for _ in range(4):
-                with seen.step():
-                    if first:
-                        optimizer.zero_grad(set_to_none=to_none)
-                    model(torch.ones(16, 64)).sum().backward()
-                    optimizer.step()
-                    if not first:
-                        optimizer.zero_grad(set_to_none=to_none)
-            peaks.setdefault(kind, []).append(seen.memory["peak"])
-    return peaks
-
-
-def test_the_peak_is_that_of_any_step():
-    """Also where DDP rebuilds its buckets in the measured step, and where the last step's gradients end in it."""
-    weights = 4 * sum(WEIGHTS)
-    peaks = launch(peaks_of_ddp, ranks=2).results[0]
-    (plain,) = set(peaks["plain"])
-    # weights, gradients, two moments, and AdamW's temporaries, which are two more where it works on all at once
-    assert 4 * weights < plain < 6 * weights
-    # while DDP rebuilds its buckets it sends their order around, some bytes that may live a little longer
-    assert all(plain + weights <= peak < plain + weights + 100 for peak in peaks["ddp"]), peaks
-    assert all(plain <= peak < plain + 100 for peak in peaks["view"]), peaks
-
-
-def against_the_tracker(optimizer, clear_first):
-    """(what the probe says, what PyTorch's MemTracker says) of the same step of the same Llama."""
+def peak_of_pytorchs_tracker(model, optimizer, step) -> int:
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    peaks = []
-    for tracked in (False, True):
-        model = tiny_llama()
-        chosen = optimizer(model.parameters(), lr=1e-3)
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    with tracker:
+        step()
+        tracker.reset_mod_stats()
+        step()
+    return next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"]
+
+
+def test_bytes_and_peak_of_a_llama_against_pytorchs_tracker():
+    def prepared():
+        model = tiny_llama(layers=2, tie_embeddings=True)  # the shared table counts once
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         tokens = torch.zeros(4, 64, dtype=torch.long)
 
-        def step(model=model, chosen=chosen, tokens=tokens):
+        def step():
             loss = model(input_ids=tokens, labels=tokens).loss
-            if clear_first:  # after the forward pass: the last step's gradients lie beside its activations
-                chosen.zero_grad()
+            optimizer.zero_grad()  # after the forward pass: the last step's gradients lie beside its activations
             loss.backward()
-            chosen.step()
-            if not clear_first:
-                chosen.zero_grad()
+            optimizer.step()
 
-        if tracked:
-            tracker = MemTracker()
-            tracker.track_external(model, chosen)
-            with tracker:
-                step()
-                tracker.reset_mod_stats()
-                step()
-            told = next(iter(tracker.get_tracker_snapshot("peak").values()))
-            peaks.append({str(getattr(kind, "value", kind)): value for kind, value in told.items()})
-        else:
-            seen = observe(model, chosen, measured_step=1)
-            for _ in range(2):
-                with seen.step():
-                    step()
-            peaks.append(seen.memory | {"numbers": sum(p.numel() for p in model.parameters())})
-    return peaks
+        return model, optimizer, step
+
+    expected = peak_of_pytorchs_tracker(*prepared())
+    model, optimizer, step = prepared()
+    observation = observe(model, optimizer, measured_step=1)
+    for _ in range(2):
+        with observation.step():
+            step()
+    parameters = list(model.parameters())
+    weights, counters = 4 * sum(p.numel() for p in parameters), 4 * len(parameters)
+    memory = observation.memory
+    assert 0 < memory["parameters"] - weights <= 128  # the rotary frequencies
+    assert (memory["gradients"], memory["optimizer_state"]) == (weights, 2 * weights + counters)
+    assert memory["peak"] == expected
 
 
-@pytest.mark.parametrize(("optimizer", "clear_first"), [(torch.optim.AdamW, True), (torch.optim.SGD, False)])
-def test_llama_bytes_and_peak_against_pytorchs_tracker(optimizer, clear_first):
-    probe, tracker = launch(against_the_tracker, optimizer, clear_first, ranks=1).results[0]
-    weights = 4 * probe["numbers"]
-    buffers = probe["parameters"] - weights
-    assert 0 < buffers <= 128  # the rotary frequencies
-    assert probe["gradients"] == weights
-    layers = 2 * 9 + 3  # parameters, and so AdamW's step counters
-    assert probe["optimizer_state"] == (2 * weights + 4 * layers if optimizer is torch.optim.AdamW else 0)
-    assert probe["peak"] == tracker["Total"]
+# -------------------------------------------------------------------------------------------- allocation by allocation
+def test_every_allocation_and_free_comes_in_order_and_older_tensors_are_seen_to_go():
+    older = [torch.empty(300), torch.empty(100)]
+    stranger = [torch.empty(77)]
+    keep = []
+
+    def fn():
+        temporary = torch.empty(1000)
+        keep.append(torch.empty(500, dtype=torch.float64))
+        del temporary
+        stranger.clear()
+        older.pop(1)
+
+    events = record_allocations(fn, [*older, older[0][:50]])  # a view is no second tensor
+    assert [(e.allocate, e.id, e.bytes) for e in events] == [
+        *[(True, 0, 1200), (True, 1, 400)],  # what was there before
+        *[(True, 2, 4000), (True, 3, 4000), (False, 2, 4000), (False, 1, 400)],
+    ]
+    assert [now for _, now in memory_over_time(events)] == [1600, 5600, 9600, 5600, 5200]
+    assert_refused([(lambda: record_allocations(fn, [torch.empty(3, device="meta")]), ValueError, "meta")])
 
 
-def test_tied_weights_are_counted_once():
-    tied, untied = tiny_llama(tied=True), tiny_llama()
-    table = 512 * 128 * 4
-    assert tensor_bytes(untied.parameters()) - tensor_bytes(tied.parameters()) == table
-    seen = observe(tied, torch.optim.SGD(tied.parameters()), measured_step=0)
-    tokens = torch.zeros(1, 8, dtype=torch.long)
-    with seen.step():
-        tied(input_ids=tokens, labels=tokens).loss.backward()
-    assert seen.memory["gradients"] == 4 * sum(p.numel() for p in tied.parameters())
-    assert tensor_bytes([tied.lm_head.weight, tied.lm_head.weight.T[0]]) == table  # a view too
+def test_the_curve_of_a_step_peaks_where_the_probe_says_and_ends_where_it_began():
+    model = tiny_llama(layers=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = torch.ones(2, 64, dtype=torch.long)
+
+    def step():
+        optimizer.zero_grad()
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+
+    step()
+    observation = observe(model, optimizer, measured_step=0)
+    with observation.step(tokens=128):
+        step()
+    resident = tensor_bytes(training_tensors(model, optimizer))  # the last step's gradients among them
+    curve = memory_over_time(record_allocations(step, training_tensors(model, optimizer)))
+    assert curve[0] == (0, resident) and curve[-1][1] == resident
+    assert max(now for _, now in curve) == observation.memory["peak"]
+    assert all(before[0] < after[0] for before, after in itertools.pairwise(curve))
 
 
-def test_checkpointing_keeps_less():
-    from torch.utils.checkpoint import checkpoint
+# ------------------------------------------------------------------------------------------- which slices a rank holds
+def hold_all() -> dict[str, dict]:
+    """What a rank holds under FSDP2, and under each of ZeRO's stages where DeepSpeed is installed."""
+    from course_lib.training.sharded.fsdp_sharding import shard
 
-    kept = {}
-    for on in (False, True):
-        layers = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()) for _ in range(4)]
-        model = torch.nn.Sequential(*layers)
-        seen = observe(model, measured_step=0)
-        with seen.step():
-            x = torch.ones(8, 32)
-            for layer in layers:
-                x = checkpoint(layer, x, use_reentrant=False) if on else layer(x)
-            x.sum().backward()
-        kept[on] = seen.memory["activations"]
-    row = 8 * 32 * 4
-    assert kept[False] == 5 * row  # the input and four results
-    assert kept[True] == 4 * row  # the four layers' inputs
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    held = {}
+    model = shard(tiny_llama(layers=1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        held["FSDP2"] = held_slices(model, optimizer)
+        optimizer.step()
+    for stage in (2, 3) if importlib.util.find_spec("deepspeed") else ():
+        from course_lib.training.sharded.zero_config import zero_config
+        from course_lib.training.sharded.zero_engine import initialize
+
+        config = zero_config(stage, ranks=2, global_batch=2, bucket_elements=10**6)
+        engine = initialize(tiny_llama(layers=1), config)
+        for _ in range(2):
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            held[f"ZeRO-{stage}"] = held_slices(engine)
+            engine.step()
+    return held
+
+
+def test_ranks_hold_the_slices_that_their_method_says(private_tmp):
+    first, second = launch(hold_all, ranks=2, quiet=True, timeout=200).results
+    whole = sum(p.numel() for p in tiny_llama(layers=1).parameters())
+    for name, kind in itertools.product(first, HELD):
+        parts = first[name][kind], second[name][kind]
+        if (name, kind) == ("ZeRO-2", "parameters"):
+            assert parts == ([(0, whole)], [(0, whole)])
+            continue
+        sizes = [sum(end - start for start, end in slices) for slices in parts]
+        assert sum(sizes) == whole and abs(sizes[0] - whole / 2) < 0.01 * whole, (name, kind)
+        assert not set(parts[0]) & set(parts[1]), (name, kind)
+        assert (len(parts[0]) > 1) == (name != "ZeRO-2"), f"{name} cuts tensor by tensor, ZeRO-2 one flat vector"

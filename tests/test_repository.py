@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lines
 import pytest
+import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -170,6 +173,17 @@ def test_modules_are_short() -> None:
     assert not {name: count for name, count in lines.items() if count > MODULE_LINES}
 
 
+def test_no_room_grows_back() -> None:
+    """A room's number in tests/lines.py is what it may have; a room that shrank takes its number with it."""
+    counted = lines.count()
+    too_many = {room: (counted[room], allowed) for room, (allowed, _) in lines.ROOMS.items() if counted[room] > allowed}
+    assert not too_many, f"lines, allowed: {too_many}; make it smaller, or raise the number and say why beside it"
+    behind = {
+        room: counted[room] for room, (allowed, _) in lines.ROOMS.items() if counted[room] < allowed - lines.SLACK
+    }
+    assert not behind, f"smaller than their numbers by more than {lines.SLACK}: write {behind} into tests/lines.py"
+
+
 def test_arrows_point_one_way() -> None:
     """course_lib <- course_tools <- course_checks <- classroom."""
     backwards = [
@@ -288,6 +302,14 @@ def test_the_pins_are_exact_and_within_the_ranges() -> None:
         wanted = Requirement(text)
         version = pinned.get(canonicalize_name(wanted.name))
         assert version and wanted.specifier.contains(version), f"{text}: requirements.txt has {version or 'no pin'}"
+
+
+def test_conda_takes_the_same_pins_and_python() -> None:
+    conda = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
+    assert [part for part in conda["dependencies"] if isinstance(part, dict)] == [{"pip": ["-r requirements.txt"]}]
+    (python,) = (part for part in conda["dependencies"] if str(part).startswith("python="))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert SpecifierSet(project["requires-python"]).contains(python.removeprefix("python="))
 
 
 def test_the_offline_weights_are_the_same_everywhere() -> None:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
-import time
 import uuid
 
 import psutil
 import pytest
+from processes import until
+from refusals import assert_refused
 
-from course_lib.launch import commands as shell_module
 from course_lib.launch.commands import Background, shell
 
 # like torchrun: the workers get sessions of their own; argv[1] marks them. Whoever sees them knows that it has printed.
 TREE = """
 import subprocess, sys, time
-print("started")
+print("started", flush=True)
 worker = [sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]]
 for _ in range(2):
     subprocess.Popen(worker, start_new_session=True)
@@ -28,16 +29,9 @@ time.sleep(600)
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    """Write a program; gives back its path as a command takes it."""
-
-    def write(text: str) -> str:
-        path = tmp_path / f"{uuid.uuid4().hex}.py"
-        path.write_text(textwrap.dedent(text))
-        return str(path)
-
-    return write
+def python(program: str, *arguments: str) -> str:
+    """The command line that runs a program."""
+    return shlex.join(["python", "-c", textwrap.dedent(program), *arguments])
 
 
 @pytest.fixture
@@ -50,215 +44,128 @@ def mark():
 
 
 def running(mark: str) -> list[psutil.Process]:
-    found = []
+    marked = []
     for process in psutil.process_iter():
         try:
             if mark in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                marked.append(process)
         except psutil.NoSuchProcess:
             continue
-    return found
+    return marked
 
 
-def until(true, seconds: float = 60.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not (told := true()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(told)
+def tree_is_up(mark: str) -> None:
+    until(lambda: len(running(mark)) == 4)  # supervisor, command, two workers
 
 
-def whole_tree(mark: str) -> bool:
-    return len(running(mark)) == 4  # supervisor, command, two workers
-
-
-def test_what_it_printed_comes_back(script, capfd):
-    program = script("import sys; print('out'); print('err', file=sys.stderr); print(sys.argv[1:], sys.executable)")
-    assert shell(f"python {program} 'two words' x") == f"out\nerr\n['two words', 'x'] {sys.executable}\n"
+def test_what_it_printed_comes_back(capfd, monkeypatch):
+    program = r"""
+        import sys
+        print(sys.argv[1:], sys.executable, "− 2·(n−1)/n 🦙")
+        print("err", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stdout.buffer.write(b"\xff 10 %\r 20 %\r\n")
+    """
+    expected = f"['größer', 'two words'] {sys.executable} − 2·(n−1)/n 🦙\nerr\n\ufffd 10 %\n 20 %\n"
+    assert shell(python(program, "größer", "two words")) == expected
+    monkeypatch.setenv("LC_ALL", "C")
+    assert shell(python(program, "größer", "two words")) == expected
     assert capfd.readouterr() == ("", "")
     assert shell("true") == ""
 
 
-def test_unicode_and_bytes_that_are_none(script, monkeypatch):
-    program = script(r"""
-        import sys
-        print(sys.argv[1], "− 2·(n−1)/n 🦙")
-        sys.stdout.flush()
-        sys.stdout.buffer.write(b"\xff 10 %\r 20 %\r\n")
-    """)
-    wanted = "größer − 2·(n−1)/n 🦙\n\ufffd 10 %\n 20 %\n"
-    assert shell(f"python {program} größer") == wanted
-    monkeypatch.setenv("LC_ALL", "C")
-    assert shell(f"python {program} größer") == wanted
-
-
-def test_the_environment_is_passed(script, monkeypatch):
-    monkeypatch.setenv("B1G_OUTER", "from the notebook")
-    program = script("import os; print(os.environ['B1G_OUTER'], os.environ['B1G_INNER'])")
-    assert shell(f"python {program}", B1G_INNER="for this one") == "from the notebook for this one\n"
-    assert "B1G_INNER" not in os.environ
-
-
-def test_a_command_imports_what_the_notebook_can(script, monkeypatch, tmp_path):
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "b1g_beside.py").write_text("word = 'found'")
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    monkeypatch.chdir(tmp_path)
-    assert shell(f"python {script('import b1g_beside, course_lib; print(b1g_beside.word)')}") == "found\n"
-
-
-def test_nobody_answers_a_question(script):
-    program = script("import sys; print([sys.stdin.read()])")
-    readable, writable = os.pipe()
-    os.write(writable, b"an answer")
-    os.close(writable)
-    before = os.dup(0)
-    os.dup2(readable, 0)
-    try:
-        assert shell(f"python {program}") == "['']\n"
-    finally:
-        os.dup2(before, 0)
-        os.close(before)
-        os.close(readable)
-
-
-def test_tools_of_this_environment_need_no_path(monkeypatch):
+def test_a_command_has_the_notebooks_variables_modules_and_tools(monkeypatch, tmp_path):
+    (tmp_path / "b1g_beside.py").write_text("word = 'found'")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("B1G_OUTER", "outer")
     monkeypatch.setenv("PATH", "/nowhere")
+    program = (
+        "import os, b1g_beside, course_lib; print(b1g_beside.word, os.environ['B1G_OUTER'], os.environ['B1G_INNER'])"
+    )
+    assert shell(python(program), B1G_INNER="inner") == "found outer inner\n"
+    assert "B1G_INNER" not in os.environ
     assert shell("pytest --version").startswith("pytest ")
-    assert [shell_module._own_tools([word, "x"]) for word in ("python", "python3")] == [[sys.executable, "x"]] * 2
 
 
-def test_a_failure_tells_the_last_lines(script):
-    program = script("import sys; [print('line', i) for i in range(100)]; sys.exit('the reason')")
-    with pytest.raises(RuntimeError) as failed:
-        shell(f"python {program}")
-    lines = str(failed.value).splitlines()
-    assert lines[0] == f"`python {program}` ended with exit code 1:"
-    assert lines[1:] == [f"line {i}" for i in range(86, 100)] + ["the reason"]
-    assert shell(f"python {program}", check=False).endswith("line 99\nthe reason\n")
-
-
-def test_a_silent_failure_and_a_signal(script):
-    with pytest.raises(RuntimeError, match="exit code 1; it had printed nothing"):
-        shell("false")
-    with pytest.raises(RuntimeError, match="exit code 139"):  # 128 + SIGSEGV, as a shell tells it
-        shell(f"python {script('import os, signal; os.kill(os.getpid(), signal.SIGSEGV)')}")
-
-
-def test_a_command_that_is_not_there():
-    with pytest.raises(FileNotFoundError, match="no command 'torchrunn' in this environment"):
-        shell("torchrunn --nproc_per_node 2")
-
-
-def test_a_file_that_is_no_program(tmp_path):
-    path = tmp_path / "program"
-    path.write_bytes(b"\x7fELF, not really")
-    with pytest.raises(FileNotFoundError):
-        shell(str(path))  # nobody may execute it
-    path.chmod(0o755)
-    with pytest.raises(RuntimeError, match=f"exit code 126:\n{path}: Exec format error"):
-        shell(str(path))
-
-
-def test_no_command():
-    with pytest.raises(ValueError, match="no command in an empty line"):
-        shell(" ")
-
-
-@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
-def test_no_time(timeout, script, mark):
-    with pytest.raises(ValueError, match=f"timeout={timeout}: .* above 0"):
-        shell(f"python {script(TREE)} {mark}", timeout=timeout)
+def test_what_fails_or_is_impossible_says_why(mark, tmp_path):
+    fails = python("import sys; [print('line', i) for i in range(100)]; sys.exit('the reason')")
+    forever, no_program = python(TREE, mark), tmp_path / "no_program"
+    no_program.write_bytes(b"\x7fELF, not really")
+    assert_refused([(lambda: shell(str(no_program)), FileNotFoundError, "no_program")])  # nobody may execute it
+    no_program.chmod(0o755)
+    assert_refused(
+        [
+            (lambda: shell(fails), RuntimeError, "line 99\nthe reason"),
+            (lambda: shell("false"), RuntimeError, "exit code 1"),
+            # 128 + SIGSEGV, as a shell tells it
+            (lambda: shell(python("import os; os.kill(os.getpid(), 11)")), RuntimeError, "exit code 139"),
+            (lambda: shell(str(no_program)), RuntimeError, "exit code 126"),
+            (lambda: shell("torchrunn --nproc_per_node 2"), FileNotFoundError, "'torchrunn'"),
+            (lambda: shell(" "), ValueError, "no command"),
+            (lambda: shell(forever, timeout=0), ValueError, "timeout=0"),
+        ]
+    )
     assert not running(mark)
+    printed = shell(fails, check=False)
+    assert printed.startswith("line 0\n") and printed.endswith("line 99\nthe reason\n")
 
 
-def test_a_timeout_ends_the_whole_tree(script, mark, monkeypatch):
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    command = Background(f"python {script(TREE)} {mark}")
-    assert until(lambda: whole_tree(mark))
-    with pytest.raises(RuntimeError, match="did not end within 0.1 s and was ended:\nstarted$"):
+def test_a_timeout_ends_the_whole_tree_and_tells_what_it_printed(mark):
+    command = Background(python(TREE, mark))
+    tree_is_up(mark)
+    with pytest.raises(RuntimeError, match="started"):
         command.wait(0.1)
     assert not running(mark)
 
 
-def test_what_was_printed_before_a_timeout_is_not_lost(script, mark):
-    command = Background(f"python {script(TREE)} {mark}")
-    assert until(lambda: whole_tree(mark))
-    printed = command.wait(0.1, check=False)
-    assert printed.startswith("started\n") and printed.endswith("did not end within 0.1 s and was ended.\n")
-    assert not running(mark)
-
-
-def test_ctrl_c_ends_the_whole_tree(script, mark):
-    seen = []
-
+def test_ctrl_c_ends_the_whole_tree(mark):
     def press():
-        seen.append(until(lambda: whole_tree(mark)))
+        tree_is_up(mark)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     presser = threading.Thread(target=press)
     presser.start()
     with pytest.raises(KeyboardInterrupt):
-        shell(f"python {script(TREE)} {mark}", timeout=60)
-    assert seen == [True] and not running(mark)
+        shell(python(TREE, mark), timeout=200)
     presser.join()
+    assert not running(mark)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux hands a process's orphans to the supervisor")
-def test_what_a_command_leaves_behind_ends_with_it(script, mark):
-    at_once = TREE.removesuffix("time.sleep(600)\n")
-    assert shell(f"python {script(at_once)} {mark}") == "started\n"
+def test_what_a_command_leaves_behind_ends_with_it(mark):
+    assert shell(python(TREE.removesuffix("time.sleep(600)\n"), mark)) == "started\n"
     assert not running(mark)
 
 
-def test_a_background_command_runs_until_it_is_ended(script, mark):
-    command = Background(f"python {script(TREE)} {mark}")
-    assert until(lambda: whole_tree(mark))
+def test_a_background_command_runs_until_it_is_ended(mark):
+    command = Background(python(TREE, mark))
+    tree_is_up(mark)
     command.end()
     assert not running(mark)
-    command.end()
-    with pytest.raises(RuntimeError, match="started"):
-        command.wait()
+    command.end()  # a second time does nothing
     assert command.wait(check=False) == "started\n"
 
 
-def test_much_output_does_not_stop_a_command_that_nobody_reads_from(script, tmp_path):
-    program = script(f"print('x' * 1_000_000); open({str(tmp_path / 'done')!r}, 'w').close()")
-    command = Background(f"python {program}")
-    assert until((tmp_path / "done").exists)
+def test_much_output_does_not_stop_a_command_that_nobody_reads_from(tmp_path):
+    command = Background(python("import sys; print('x' * 1_000_000); open(sys.argv[1], 'w')", str(tmp_path / "done")))
+    until((tmp_path / "done").exists)
     assert len(command.wait()) == 1_000_001
 
 
-def test_a_supervisor_that_cannot_act(script, mark, monkeypatch):
-    monkeypatch.setattr(shell_module, "GRACE", 0.3)
-    command = Background(f"python {script(TREE)} {mark}")
-    assert until(lambda: whole_tree(mark))
-    command._process.send_signal(signal.SIGSTOP)
-    command.end()
-    assert not running(mark)
-
-
 NOTEBOOK = """
-import os, signal, sys, time
+import sys, time
 from course_lib.launch.commands import Background
-Background(f"python {sys.argv[1]} {sys.argv[2]}")
-if sys.argv[3] == "at once":
-    os.kill(os.getpid(), signal.SIGKILL)
+Background(sys.argv[1])
 time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("when", ["at once", "later"])
-def test_sigkill_of_the_notebook_leaves_nothing(when, script, mark):
-    notebook = subprocess.Popen([sys.executable, script(NOTEBOOK), script(TREE), mark, when])
-    if when == "later":
-        assert until(lambda: len(running(mark)) == 5)  # with the notebook
-        notebook.kill()
-    else:
-        assert until(lambda: psutil.Process(notebook.pid).status() == psutil.STATUS_ZOMBIE)
+def test_sigkill_of_the_notebook_leaves_nothing(mark):
+    notebook = subprocess.Popen([sys.executable, "-c", NOTEBOOK, python(TREE, mark)])
     try:
-        # nobody has waited for the killed notebook: it is a zombie, which is gone all the same
-        assert until(lambda: not running(mark))
+        tree_is_up(mark)
+        notebook.kill()
+        until(lambda: not running(mark))  # nobody has waited for the killed notebook, a zombie: it is gone all the same
     finally:
+        notebook.kill()
         notebook.wait()
-    time.sleep(0.3)  # nor does anything come up late
-    assert not running(mark)

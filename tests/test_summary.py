@@ -64,7 +64,7 @@ def summary_of(folder: Path, *runs: str) -> tuple[int, list[str]]:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert not done.stderr
     minutes, *lines = (folder / "summary.txt").read_text().splitlines()
-    assert minutes.startswith("Minutes: ") and minutes.count(",") == len(runs) // 2
+    assert minutes.startswith("Minutes: ")
     assert done.stdout.endswith("\n".join(["", minutes, *lines, ""]))
     return done.returncode, lines
 

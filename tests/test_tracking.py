@@ -3,113 +3,60 @@
 from __future__ import annotations
 
 import glob
+import importlib.util
 import math
 import os
-import resource
-import time
-from contextlib import contextmanager
+import statistics
+from types import SimpleNamespace
 
-import psutil
 import pytest
+import torch
+from refusals import assert_refused
 
 from course_lib.launch import launch
-from course_lib.observe import tracking
+from course_lib.observe.heartbeat import read_beats
 from course_lib.observe.tracking import Tracker, read
-
-STEPS = 50
-
-
-def log_on_every_rank(folder: str, steps: int) -> dict:
-    """What each rank does; returns by tracker the seconds to open it, of one log call, and to close it."""
-    import time
-
-    import torch
-    import torch.distributed as dist
-
-    from course_lib.observe.tracking import Tracker
-
-    rank, seconds = dist.get_rank(), {}
-    for to in ("tensorboard", "wandb"):
-        began = time.perf_counter()
-        tracker = Tracker(f"{folder}/{to}", to=to, rank=rank, world_size=2)
-        opened = time.perf_counter()
-        for step in range(steps):
-            loss = torch.tensor(1.0 / (step + 1)) + rank  # tensors are read
-            tracker.log(step, loss=loss, tokens_per_second=100 * (rank + 1), skipped=None)
-        logged = time.perf_counter()
-        tracker.close()
-        closed = time.perf_counter()
-        seconds[to] = (opened - began, (logged - opened) / steps, closed - logged)
-        assert not tracker.problem, tracker.problem
-    return seconds
+from course_lib.observe.tracking.event_files import EventFiles
 
 
-@pytest.fixture(scope="module")
-def logged(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    run = launch(log_on_every_rank, str(folder), STEPS, ranks=2, timeout=120, quiet=True, backend="gloo")
-    for to, (opening, a_call, closing) in run.results[1].items():
-        print(f"{to}: {opening:.2f} s to open, {a_call * 1e3:.3f} ms a log call, {closing:.2f} s to close")
-    return folder
-
-
-def test_every_metric_of_every_rank_comes_back(logged):
-    began = time.time()
-    found = read(logged / "tensorboard")
-    assert sorted(found) == [0, 1]
-    for rank, numbers in found.items():
+def test_every_metric_of_every_rank_comes_back(tmp_path):
+    for rank in (0, 1):
+        with Tracker(tmp_path, rank=rank, world_size=2) as tracker:
+            for step in range(50):
+                loss = torch.tensor(1.0 / (step + 1)) + rank  # tensors are read
+                tracker.log(step, loss=loss, tokens_per_second=100 * (rank + 1), skipped=None)
+            with pytest.raises((TypeError, ValueError)):
+                tracker.log(50, loss="low")
+            assert len(read(tmp_path)[rank]["loss"]) == 50  # it is there before the rank ends, which may be killed
+    metrics = read(tmp_path)
+    assert sorted(metrics) == [0, 1]
+    for rank, numbers in metrics.items():
         assert sorted(numbers) == ["loss", "tokens_per_second"]
         steps, values, times = zip(*numbers["loss"], strict=True)
-        assert list(steps) == list(range(STEPS)) and all(began - 600 < when < began + 1 for when in times)
-        assert values == pytest.approx([1 / (step + 1) + rank for step in range(STEPS)])
+        assert steps == tuple(range(50)) and min(times) > 1.7e9  # seconds since 1970
+        assert values == pytest.approx([1 / (step + 1) + rank for step in range(50)])
         assert {value for _, value, _ in numbers["tokens_per_second"]} == {100.0 * (rank + 1)}
 
 
-def test_wandb_stayed_offline_and_left_no_process(logged):
-    files = glob.glob(f"{logged}/wandb/rank*/wandb/offline-run-*/*.wandb")
-    assert len(files) == 2
-    for path in files:
-        with open(path, "rb") as file:
-            content = file.read()
-        assert content.count(b"tokens_per_second") >= STEPS  # a row per step
-    with pytest.raises(ValueError, match="wandb sync"):
-        read(logged / "wandb")
-    names = [process.name() for process in psutil.Process().children(recursive=True)]
-    assert not [name for name in names if "wandb" in name]
-
-
-@contextmanager
-def small_disk():
-    """No file of this process may grow beyond 50 kB: to whoever writes one, the disk is full. Also to pytest's own log."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_full_disk_is_one_sentence_and_training_goes_on(tmp_path, capsys):
-    with small_disk(), Tracker(tmp_path, rank=1) as tracker:
-        for step in range(5000):
-            tracker.log(step, loss=1.0)
-    said = capsys.readouterr().err
-    assert said.count("training goes on") == 1 and "rank 1" in said and tracker.problem in said
-    assert len(read(tmp_path)[1]["loss"]) > 100  # what came before is whole
-
-
-def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, capsys):
+def test_a_disk_that_fails_is_one_sentence_and_training_goes_on(tmp_path, capsys, monkeypatch):
+    with Tracker(tmp_path, rank=1) as tracker:
+        tracker.log(0, loss=1.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(EventFiles, "log", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            tracker.log(1, loss=1.0)
+        tracker.log(2, loss=1.0)
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and "rank 1" in printed and "No space left" in tracker.problem
+    assert [step for step, *_ in read(tmp_path)[1]["loss"]] == [0]  # what came before is whole
     (tmp_path / "file").write_text("in the way")
     with Tracker(tmp_path / "file", rank=0) as tracker:
         tracker.log(0, loss=1.0)
-        tracker.log(1, loss=1.0)
-    said = capsys.readouterr().err
-    assert said.count("cannot write") == 1 and tracker.problem in said
+    assert tracker.problem and tracker.problem in capsys.readouterr().err
 
 
 def test_a_resumed_run_counts_what_it_did_last_and_a_torn_file_is_read_as_far_as_it_goes(tmp_path):
     for first, values in ((0, [5.0, 4.0, 3.0]), (1, [2.5, math.nan])):
-        with Tracker(tmp_path, rank=0, world_size=1) as tracker:
+        with Tracker(tmp_path, rank=0) as tracker:
             for step, value in enumerate(values, first):
                 tracker.log(step, loss=value)
     series = read(tmp_path)[0]["loss"]
@@ -119,20 +66,78 @@ def test_a_resumed_run_counts_what_it_did_last_and_a_torn_file_is_read_as_far_as
     assert [value for _, value, _ in read(tmp_path)[0]["loss"]] == [5.0, 2.5, 3.0]
 
 
-@pytest.mark.parametrize("wrong", [{"to": "paper"}, {"rank": -1}, {"rank": 2, "world_size": 2}, {"rank": True}])
-def test_a_tracker_that_makes_no_sense_is_refused(tmp_path, wrong):
-    with pytest.raises(ValueError):
-        Tracker(tmp_path, **wrong)
+def test_what_cannot_be_tracked_or_read_is_refused(tmp_path):
+    (tmp_path / "empty" / "rank0").mkdir(parents=True)
+    assert_refused(
+        [
+            (lambda: Tracker(tmp_path, rank=-1), ValueError, "rank=-1"),
+            (lambda: Tracker(tmp_path, rank=2, world_size=2), ValueError, "world_size=2"),
+            (lambda: Tracker(tmp_path, rank=True), ValueError, "rank=True"),
+            (lambda: read(tmp_path / "nothing"), ValueError, "folder of a"),
+            (lambda: read(tmp_path / "empty"), ValueError, "no metric"),
+        ]
+    )
 
 
-def test_numbers_and_nothing_else(tmp_path):
-    with Tracker(tmp_path, to="none") as tracker, pytest.raises((TypeError, ValueError)):
-        tracker.log(0, loss="low")
-    for empty in (tmp_path / "nothing", tmp_path):
-        with pytest.raises(ValueError, match="folder of a rank"):
-            read(empty)
-    (tmp_path / "rank0").mkdir()
-    with pytest.raises(ValueError, match="no metric"):
-        read(tmp_path)
-    with pytest.raises(AttributeError):
-        _ = tracking.Nothing
+def fine_tune(folder: str, steps: int) -> list[tuple]:
+    """Train on every rank; returns each phase that was beaten, and each long one with the seconds that it may take."""
+    import torch.distributed as dist
+
+    rank, phases = str(dist.get_rank()), []
+    os.environ |= {"LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": "2"}
+    os.environ |= {"AXOLOTL_DO_NOT_TRACK": "1", "EVERY_RANK_SECONDS": "0.01"}
+    from transformers import Trainer, TrainingArguments
+
+    from course_lib.models import tiny_llama
+    from course_tools.axolotl.tracking_plugin import EveryRankPlugin
+
+    texts = [{"input_ids": torch.full((32,), i % 7), "labels": torch.full((32,), i % 7)} for i in range(64)]
+    arguments = TrainingArguments(
+        f"{folder}/out",
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        logging_steps=2,
+        save_steps=4,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        gradient_accumulation_steps=2,
+        eval_strategy="steps",
+        eval_steps=4,
+    )
+    trainer = Trainer(tiny_llama(layers=2), arguments, train_dataset=texts, eval_dataset=texts[:4])
+    (every_rank,) = EveryRankPlugin().add_callbacks_post_trainer(SimpleNamespace(output_dir=folder), trainer)
+    beat, declare = every_rank.heartbeat.beat, every_rank.heartbeat.phase
+
+    def beat_and_note(step=None, phase=""):
+        phases.append(phase)
+        beat(step, phase)
+
+    def declare_and_note(name, may_take):
+        phases.append((name, may_take))
+        return declare(name, may_take=may_take)
+
+    every_rank.heartbeat.beat, every_rank.heartbeat.phase = beat_and_note, declare_and_note
+    trainer.add_callback(every_rank)
+    trainer.train()
+    return phases
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("axolotl"), reason="Axolotl is not installed")
+def test_transformers_trainer_writes_and_beats_on_every_rank(tmp_path):
+    """The Trainer's own logs come from rank 0, and their loss is the mean; a rank's own loss is another one."""
+    run = launch(fine_tune, str(tmp_path), 6, ranks=2, timeout=120, quiet=True, backend="gloo")
+    metrics, beats = read(tmp_path / "tracking"), read_beats(tmp_path / "heartbeats")
+    assert sorted(metrics) == [0, 1]
+    expected = {"loss", "own_loss", "gradient_norm", "tokens_per_second", "memory_bytes", "heartbeat_gap"}
+    for numbers in metrics.values():
+        assert expected <= set(numbers) and [step for step, *_ in numbers["loss"]] == [2, 4, 6]
+        assert all(value > 0 for name in expected for _, value, _ in numbers[name])
+    for log in range(3):
+        own = [metrics[rank]["own_loss"][log][1] for rank in (0, 1)]
+        assert own[0] != own[1] and statistics.mean(own) == pytest.approx(metrics[0]["loss"][log][1], rel=1e-4)
+    for rank, phases in enumerate(run.results):
+        step = ["forward", "forward", "backward", "forward", "backward", "optimizer", "data"]
+        assert phases[: 1 + 2 * len(step)] == ["data", *step, *step]
+        assert [phase for phase in phases if isinstance(phase, tuple)] == [("evaluating", 600), ("saving", 600)] * 2
+        assert (beats[rank].step, beats[rank].ended, beats[rank].may_take) == (6, "done", None)

@@ -1,27 +1,27 @@
-"""Heartbeats in real processes, a watchdog beside them: what hangs or dies is named, what only waits is not."""
+"""Heartbeats of real ranks and a watchdog beside them: what hangs or dies is named, also in a chat."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from urllib.error import HTTPError
 
 import psutil
 import pytest
+import torch
+from refusals import assert_refused
 
 from course_lib.launch import RankFailed, launch
 from course_lib.observe.heartbeat import Heartbeat, read_beats
 from course_lib.observe.heartbeat.beats import Beat, write_beat
-from course_tools.monitoring import Watchdog
-from course_tools.monitoring.command import main
-
-EVERY = 1.0
+from course_tools.monitoring import Watchdog, command, webhook
 
 
 def within(seconds: float, true: Callable[[], object]) -> bool:
@@ -31,230 +31,173 @@ def within(seconds: float, true: Callable[[], object]) -> bool:
     return bool(true())
 
 
-def steps_in_lockstep(folder: str, *, steps: int, plant: dict[int, tuple[str, float]]) -> list[float]:
-    """What a training loop does to a heartbeat; ``plant``: step -> what happens on rank 1 before its forward pass."""
-    import os
-    import signal
-    import time
+def quiet(_: str) -> None:
+    pass
 
-    import torch
+
+def no_thread_is_left() -> bool:
+    return not [thread for thread in threading.enumerate() if thread.name in ("watchdog", "webhook", "heartbeat")]
+
+
+# ---------------------------------------------------------------------------------------------------------- real ranks
+def steps_in_lockstep(folder: str, *, steps: int, hang_at: int = -1, kill_at: int = -1) -> None:
+    """What a training loop does to a heartbeat; rank 1 hangs for a while, or is killed."""
     import torch.distributed as dist
 
-    from course_lib.observe.heartbeat import Heartbeat
-
-    rank, planted_at = dist.get_rank(), []
+    rank = dist.get_rank()
     with Heartbeat(folder, rank=rank, every=1.0, start_may_take=60) as heartbeat:
         for step in range(steps):
             heartbeat.beat(step, "data", loss=1.0 / (step + 1))
-            what, seconds = plant.get(step, ("", 0.0)) if rank == 1 else ("", 0.0)
-            if what == "kill":
+            if (rank, step) == (1, kill_at):
                 os.kill(os.getpid(), signal.SIGKILL)
-            planted_at += [time.time()] if what else []
-            time.sleep(seconds)  # the planted hang
+            # one slow step is no hang; and before it hangs, rank 1 is late, so that rank 0 falls silent first
+            time.sleep(0.3 if rank == 1 and step in (10, hang_at) else 0)
             heartbeat.beat(phase="backward")
+            if (rank, step) == (1, hang_at):
+                time.sleep(4)  # the planted hang
             dist.all_reduce(torch.ones(8))
             heartbeat.beat(phase="optimizer")
             time.sleep(0.05)
-    return planted_at
 
 
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory):
-    """One real run: a slow step of 6 times the others, later a hang of 3.2 s, from which rank 1 goes on."""
-    folder = tmp_path_factory.mktemp("beats")
-    told, rang = [], []
-
-    def ring(sentence):
-        rang.append(time.time())
-        told.append(sentence)
-
-    with Watchdog(folder, ranks=2, tell=ring) as watchdog:
-        plant = {10: ("slow", 0.3), 25: ("hang", 3.2)}
-        run = launch(steps_in_lockstep, str(folder), steps=35, plant=plant, ranks=2, timeout=60, quiet=True)
-        ages = watchdog.ages()
-        within(60, lambda: watchdog.finished)
-    return watchdog, told, rang, run.results[1], ages
+def test_a_hung_rank_is_named_once_by_its_stack_and_reported_well_when_it_goes_on(tmp_path):
+    """Both ranks fall silent in the same phase, rank 0 first: only their stacks tell that it waits for rank 1."""
+    sentences = []
+    with Watchdog(tmp_path, ranks=2, tell=sentences.append) as watchdog:
+        launch(steps_in_lockstep, str(tmp_path), steps=35, hang_at=25, ranks=2, timeout=120, quiet=True)
+        assert sorted(watchdog.ages()) == [0, 1]
+        assert within(60, lambda: watchdog.finished)
+    (alarm,), (recovery,) = watchdog.alarms, watchdog.recoveries
+    assert (alarm.rank, alarm.kind, alarm.step, alarm.phase) == (1, "hung", 25, "backward")
+    assert alarm.stack[-1][2] == "steps_in_lockstep" and "# the planted hang" in alarm.sentence
+    assert recovery.rank == 1 and sentences == [alarm.sentence, recovery.sentence]
+    assert (watchdog.beats[0].step, watchdog.beats[0].numbers) == (34, {"loss": 1 / 35})
+    assert no_thread_is_left()
 
 
-def test_a_hung_rank_is_named_once_with_its_place_and_line(watched):
-    watchdog, told, rang, (_, hung_at), ages = watched
-    (alarm,) = watchdog.alarms
-    assert (alarm.rank, alarm.kind, alarm.step, alarm.phase) == (1, "hung", 25, "data")
-    assert rang[0] - hung_at > EVERY  # how soon it is told, `benchmarks/watchdog.py` measures
-    assert "time.sleep(seconds)  # the planted hang" in told[0] and "Rank 0 got to step 25, backward" in told[0]
-    assert alarm.stack[-1][2] == "steps_in_lockstep" and sorted(ages) == [0, 1]
-
-
-def test_the_rank_that_goes_on_is_reported_and_the_run_ends_well(watched):
-    watchdog, told, *_ = watched
-    (recovery,) = watchdog.recoveries
-    assert recovery.rank == 1 and recovery.sentence == told[1] and len(told) == 2
-    assert watchdog.finished and watchdog.beats[0].step == 34 and watchdog.beats[0].numbers == {"loss": 1 / 35}
-    assert not [thread for thread in threading.enumerate() if thread.name in ("watchdog", "webhook")]
-
-
-def test_a_killed_rank_is_dead_at_once_and_the_one_it_takes_down_is_not_blamed(tmp_path):
-    with Watchdog(tmp_path, ranks=2, tell=lambda _: None) as watchdog:
+def test_a_killed_rank_is_dead_and_the_one_it_takes_down_is_not_blamed(tmp_path):
+    with Watchdog(tmp_path, ranks=2, tell=quiet) as watchdog:
         with pytest.raises(RankFailed):
-            plant = {5: ("kill", 0.0)}
-            launch(steps_in_lockstep, str(tmp_path), steps=9, plant=plant, ranks=2, timeout=60, quiet=True)
+            launch(steps_in_lockstep, str(tmp_path), steps=9, kill_at=5, ranks=2, timeout=120, quiet=True)
         alarm = watchdog.wait(60)
         time.sleep(0.3)
     assert (alarm.rank, alarm.kind, alarm.step) == (1, "dead", 5) and watchdog.alarms == [alarm]
 
 
-LOOP = """
-import sys, time
-from course_lib.observe.heartbeat import Heartbeat
-with Heartbeat(sys.argv[1], rank=int(sys.argv[2]), every=0.2) as heartbeat:
-    for step in range(10):
-        heartbeat.beat(step, "data")
-        time.sleep(0.02)
-    {end}
-"""
+# ------------------------------------------------------------------------------------------------------- the heartbeat
+def test_a_beat_writes_seldom_declares_at_once_and_tells_where_the_rank_is(tmp_path):
+    with Heartbeat(tmp_path, rank=3, every=600, start_may_take=9) as heartbeat:
+        for step in range(1000):
+            heartbeat.beat(step, "data", loss=0.5)
+        assert read_beats(tmp_path)[3].total == 1
+        with heartbeat.phase("saving", may_take=30):
+            assert within(60, lambda: read_beats(tmp_path)[3].phase == "saving")
+            beat = read_beats(tmp_path)[3]
+            assert (beat.may_take, beat.turn, beat.pid) == (30.0, 1, os.getpid())
+        assert within(60, lambda: read_beats(tmp_path)[3].phase == "data")
+        beat = read_beats(tmp_path)[3]
+        assert (beat.may_take, beat.step, beat.born) == (None, 999, psutil.Process().create_time())
+        os.kill(os.getpid(), signal.SIGUSR2)  # the watchdog's question
+        assert within(60, lambda: "test_a_beat_writes_seldom" in (tmp_path / "rank3.stack").read_text())
+    assert json.loads((tmp_path / "rank3.json").read_text())["ended"] == "done" and no_thread_is_left()
 
 
-def child(folder, rank: int, end: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", LOOP.format(end=end), str(folder), str(rank)], stderr=subprocess.DEVNULL
-    )
-
-
-def test_the_stack_tells_who_does_not_wait_where_the_beats_cannot(tmp_path):
-    """Rank 0 sits in what looks like torch.distributed; rank 1 in a sleep, though a launcher of PyTorch's called it."""
-    package = tmp_path / "site-packages" / "torch" / "distributed"  # elsewhere it would be a program of the learner's
-    (package / "elastic").mkdir(parents=True)
-    (package / "stub.py").write_text("import time\ndef wait():\n    time.sleep(60)\n")
-    (package / "elastic" / "outer.py").write_text("def call(function):\n    function()\n")
-    (tmp_path / "mine.py").write_text("import time\ndef stuck():\n    time.sleep(60)  # here\n")
-    ready = (
-        f"sys.path[:0] = {[str(package), str(package / 'elastic'), str(tmp_path)]!r}; import stub, outer, mine; "
-        "heartbeat.beat(10, 'backward');"  # after the imports: on a busy machine one takes longer than a heartbeat
-    )
-    ranks = [
-        child(tmp_path / "b", 0, f"{ready} stub.wait()"),
-        child(tmp_path / "b", 1, f"{ready} outer.call(mine.stuck)"),
-    ]
-    try:
-        with Watchdog(tmp_path / "b", ranks=2, tell=lambda _: None) as watchdog:
-            alarm = watchdog.wait(60)
-            assert (alarm.rank, alarm.suspects) == (1, (0, 1)) and "mine.py, line 3: `time.sleep(60)  # here`" in str(
-                alarm
-            )
-            ranks[1].kill()  # the same incident
-            time.sleep(0.3)
-        assert len(watchdog.alarms) == 1
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-
-
-def test_the_command_watches_to_the_end_and_its_exit_code_says_whether_it_barked(tmp_path, capsys):
-    command = [sys.executable, "-m", "course_tools", "watch", str(tmp_path), "--ranks", "2"]
-    watching, ranks = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), []
-    try:
-        said = watching.stdout.readline()
-        assert "watching 2 ranks" in said
-        ranks = [child(tmp_path, 0, "pass"), child(tmp_path, 1, "raise ValueError('nan in the loss')")]
-        while "ValueError: nan in the loss" not in said:
-            said += watching.stdout.readline()
-        assert "rank 1 ended at step 9, data by ValueError" in said
-        assert [rank.wait(120) for rank in ranks] == [0, 1]
-        second = child(tmp_path, 1, "pass")  # as torchrun would start it again
-        assert second.wait(120) == 0
-        said += watching.communicate(timeout=120)[0]
-        assert "rank 1 goes on" in said and "every rank is done." in said and watching.returncode == 1
-    finally:
-        watching.kill()
-        watching.wait()
-    mine = signal.getsignal(signal.SIGINT)
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    assert main([str(tmp_path), "--ranks", "2"]) == 0 and signal.getsignal(signal.SIGINT) is mine
-    capsys.readouterr()
-    assert main([str(tmp_path), "--ranks", "0"]) == 2 and "1 or more" in capsys.readouterr().err
-    assert main([str(tmp_path), "--ranks", "1", "--webhook", "hooks.slack.com/x"]) == 2
-    assert "no URL" in capsys.readouterr().err
+def test_a_disk_that_fails_stops_nobody(tmp_path, capfd):
+    folder = tmp_path / "beats"
+    with Heartbeat(folder, rank=0, every=0.02) as heartbeat:
+        shutil.rmtree(folder)
+        heartbeat.beat(1, "data")
+        assert within(60, lambda: heartbeat.problem) and "rank 0" in capfd.readouterr().err
+        folder.mkdir()
+        heartbeat.beat(3, "data")
+        assert within(60, lambda: not heartbeat.problem)
+    assert (read_beats(folder)[0].step, read_beats(folder)[0].ended) == (3, "done")
 
 
 def test_files_of_an_earlier_run_are_no_news(tmp_path):
     write_beat(tmp_path, Beat(0, step=7, pid=2**22 + 5, host=os.uname().nodename))
-    with Watchdog(tmp_path, ranks=1, tell=lambda _: None, start_within=0.3) as watchdog:
-        alarm = watchdog.wait(60)
-        assert alarm.kind == "never started"
+    with Watchdog(tmp_path, ranks=1, tell=quiet, start_within=0.3) as watchdog:
+        assert watchdog.wait(60).kind == "never started"
         with Heartbeat(tmp_path, rank=0, every=0.5):
             assert within(60, lambda: watchdog.recoveries)
-    assert [recovery.rank for recovery in watchdog.recoveries] == [0]
 
 
-def test_a_disk_that_fails_and_a_reader_that_is_closed_stop_nobody(tmp_path, capfd):
-    folder = tmp_path / "beats"
-    with Heartbeat(folder, rank=0, every=0.02) as heartbeat:
-        shutil.rmtree(folder)
-        for step in range(3):
-            heartbeat.beat(step, "data")
-            time.sleep(0.05)
-        assert within(60, lambda: heartbeat.problem) and "training goes on" in capfd.readouterr().err
-        folder.mkdir()
-        heartbeat.beat(3, "data")
-        assert within(60, lambda: not heartbeat.problem)
-    (beat,) = read_beats(folder).values()
-    assert beat.step == 3 and beat.ended == "done"
+# --------------------------------------------------------------------------------------------------------- the command
+def test_the_command_watches_to_the_end_and_its_exit_code_says_whether_it_barked(tmp_path, monkeypatch, capsys):
+    sentences = []
+    monkeypatch.setattr(command, "_print_with_time", sentences.append)
 
-    def closed(_):
-        raise BrokenPipeError("closed")
+    def rank_that_is_started_again():
+        within(60, lambda: sentences)  # the watchdog watches
+        try:
+            with Heartbeat(tmp_path, rank=0, every=0.2) as heartbeat:
+                heartbeat.beat(9, "data")
+                raise ValueError("nan in the loss")
+        except ValueError:
+            within(60, lambda: len(sentences) == 2)
+        with Heartbeat(tmp_path, rank=0, every=0.2):
+            within(60, lambda: len(sentences) == 3)
 
-    with Watchdog(tmp_path / "none", ranks=1, tell=closed, start_within=0.1) as watchdog:
-        assert watchdog.wait(60).kind == "never started" and within(60, lambda: "BrokenPipeError" in watchdog.problem)
-        assert watchdog._thread.is_alive()
+    thread = threading.Thread(target=rank_that_is_started_again)
+    thread.start()
+    assert command.main([str(tmp_path), "--ranks", "1"]) == 1
+    thread.join()
+    _, alarm, recovery, _ = sentences
+    assert "step 9, data" in alarm and "ValueError: nan in the loss" in alarm and "rank 0 goes on" in recovery
 
-
-def test_the_beat_writes_seldom_and_declares_at_once(tmp_path):
-    with Heartbeat(tmp_path, rank=3, every=0.5, start_may_take=9) as heartbeat:
-        began, seen = time.monotonic(), set()
-        for step in range(1000):
-            heartbeat.beat(step, "data", loss=0.5)
-            if step % 50 == 0:
-                seen.add(read_beats(tmp_path)[3].total)
-        assert len(seen) <= 2 + (time.monotonic() - began) / 0.4
-        with heartbeat.phase("saving", may_take=30):
-            within(60, lambda: read_beats(tmp_path)[3].phase == "saving")
-            beat = read_beats(tmp_path)[3]
-            assert (beat.phase, beat.may_take, beat.turn, beat.pid) == ("saving", 30.0, 1, os.getpid())
-        within(60, lambda: read_beats(tmp_path)[3].phase == "data")
-        beat = read_beats(tmp_path)[3]
-        assert (beat.phase, beat.may_take, beat.step) == ("data", None, 999)
-        assert beat.born == psutil.Process().create_time()
-        os.kill(os.getpid(), signal.SIGUSR2)  # the watchdog's question
-        assert within(60, lambda: "test_the_beat_writes_seldom" in (tmp_path / "rank3.stack").read_text())
-    assert json.loads((tmp_path / "rank3.json").read_text())["ended"] == "done"
-    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
-    with pytest.raises(KeyError), Heartbeat(tmp_path, rank=3):
-        raise KeyError("lost")
-    assert read_beats(tmp_path)[3].ended == "KeyError: 'lost'"
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(command, "_print_with_time", lambda _: os.kill(os.getpid(), signal.SIGINT))  # Ctrl-C
+    assert command.main([str(tmp_path / "new"), "--ranks", "1"]) == 0 and signal.getsignal(signal.SIGINT) is handler
+    for arguments, word in ((["--ranks", "0"], "ranks=0"), (["--ranks", "1", "--webhook", "slack.com/x"], "no URL")):
+        assert command.main([str(tmp_path), *arguments]) == 2 and word in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"rank": -1}, {"rank": True}, {"every": 0}, {"every": float("nan")}, {"start_may_take": "1"}]
-)
-def test_a_heartbeat_that_makes_no_sense_is_refused(tmp_path, wrong):
-    with pytest.raises(ValueError, match="give"):
-        Heartbeat(tmp_path, **{"rank": 0} | wrong)
-
-
-def test_what_a_beat_may_carry(tmp_path):
-    import torch
-
+def test_what_makes_no_sense_is_refused_before_anything_runs(tmp_path):
+    urls = ("slack", "ftp://host/x", "http://", "https://ho st/", 7, "http://host:99999/")
     with Heartbeat(tmp_path, rank=0) as heartbeat:
-        with pytest.raises(TypeError, match="Python number"):
-            heartbeat.beat(1, "data", loss=torch.ones(()))
-        with pytest.raises(ValueError, match="may_take"), heartbeat.phase("saving", may_take=0):
-            pass
-        heartbeat.beat(1, "data", loss=float("nan"))
-    assert read_beats(tmp_path)[0].numbers == {"loss": "nan"}
+        assert_refused(
+            [
+                (lambda: Heartbeat(tmp_path, rank=-1), ValueError, "rank=-1"),
+                (lambda: Heartbeat(tmp_path, rank=0, every=float("nan")), ValueError, "every=nan"),
+                (lambda: Heartbeat(tmp_path, rank=0, start_may_take="1"), ValueError, "start_may_take='1'"),
+                (lambda: heartbeat.beat(1, "data", loss=torch.ones(())), TypeError, "loss"),
+                (lambda: heartbeat.phase("saving", may_take=0).__enter__(), ValueError, "may_take=0"),
+                (lambda: Watchdog(tmp_path, ranks=0), ValueError, "ranks=0"),
+                (lambda: Watchdog(tmp_path, ranks=2, start_within=-1), ValueError, "start_within=-1"),
+                *((lambda url=url: Watchdog(tmp_path, ranks=1, webhook=url), ValueError, "no URL") for url in urls),
+            ]
+        )
+    assert no_thread_is_left()
 
 
-@pytest.mark.parametrize("wrong", [{"ranks": 0}, {"ranks": 2, "start_within": -1}, {"ranks": 2, "webhook": "slack"}])
-def test_a_watchdog_that_makes_no_sense_is_refused_before_it_watches(tmp_path, wrong):
-    with pytest.raises(ValueError):
-        Watchdog(tmp_path, **wrong)
+# ------------------------------------------------------------------------------------------------------------ the chat
+def http_error(code: int) -> HTTPError:
+    return HTTPError("https://chat.example/SECRET", code, "no", {}, None)
+
+
+def test_a_chat_is_told_and_one_that_fails_is_reported_without_its_secret(monkeypatch):
+    bodies, answers, sentences = [], [], []
+
+    def receive(request, timeout):
+        bodies.append(json.loads(request.data))
+        if answer := answers.pop(0):
+            raise answer
+        return io.BytesIO()
+
+    monkeypatch.setattr(webhook.urllib.request, "build_opener", lambda *_: SimpleNamespace(open=receive))
+    for planned, attempts, reason in (
+        ([http_error(500), None], 2, ""),  # it arrives at the second attempt
+        ([http_error(500)] * 3, 3, "500"),
+        ([http_error(404)], 1, "404"),  # no use to try again
+        ([TimeoutError("timed out")] * 3, 3, "timed out"),
+    ):
+        answers[:], bodies[:], sentences[:] = planned, [], []
+        messenger = webhook.Messenger("https://chat.example/SECRET", sentences.append, back_off=0.01, timeout=60)
+        messenger.send("rank 1 hangs")
+        messenger.close()
+        assert bodies == [{"text": "rank 1 hangs"}] * attempts, reason
+        assert len(sentences) == bool(reason) and all(reason in said and "SECRET" not in said for said in sentences)
+    answers[:] = [None]
+    webhook.post("https://discord.com/api/webhooks/1", "rank 1 hangs")
+    assert bodies[-1] == {"content": "rank 1 hangs"}  # Discord has its own key
+    assert no_thread_is_left()

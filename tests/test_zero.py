@@ -1,70 +1,90 @@
-"""DeepSpeed's ZeRO on real ranks: one rank's losses, a share of the bytes, the collectives of each stage, no fall-backs."""
+"""DeepSpeed's ZeRO on real ranks: one rank's losses, a share of the bytes, the traffic of each stage, no fall-backs."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import math
-import socket
 import sys
+from collections import Counter
+from functools import cache
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
 import torch
-from parity import TOLERANCE, off_by
+from parity import TOLERANCE, Runs, assert_same_training, off_by, one_rank
+from refusals import assert_refused
 
 from course_lib.launch import launch
-from course_lib.launch.commands import Background
 from course_lib.models import tiny_llama
-from course_lib.training import single
 
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed is not installed", allow_module_level=True)
 
-from course_lib.training.sharded import zero
+from course_lib.training.sharded import accelerate_zero, zero
+from course_lib.training.sharded.zero_engine import assert_sharded
 from course_lib.training.sharded.zero_keys import KNOWN
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 
-SIZES = dict(steps=8, global_batch=12, seq_len=16)
-SHORT = {**SIZES, "steps": 3}
 BUCKET = 200_000  # elements; larger than the largest weight, a quarter of the model
+SIZES = dict(steps=3, global_batch=12, seq_len=16, bucket_elements=BUCKET)
 NUMELS = [p.numel() for p in tiny_llama().parameters()]
 WEIGHTS = 4 * sum(NUMELS)  # bytes in fp32
 ROTARY = 4 * 2 * 16  # two buffers of half a head's width
-
-
-def every_stage(stages, **kwargs):
-    torch.set_num_threads(1)
-    return {stage: zero.train(stage=stage, bucket_elements=BUCKET, **kwargs) for stage in stages}
-
-
-@pytest.fixture(scope="module")
-def oracle(private_tmp):
-    return single.train(**SIZES)
-
-
-@pytest.fixture(scope="module")
-def two(private_tmp):
-    return launch(every_stage, (0, 1, 2, 3), ranks=2, quiet=True, timeout=280, **SIZES)
+STAGES = {
+    2: {stage: dict(stage=stage) for stage in range(4)},
+    3: {stage: dict(stage=stage, steps=2) for stage in (2, 3)},
+}
+USERS_FILE = {  # no optimizer, and three micro-batches
+    "train_batch_size": 12,
+    "gradient_accumulation_steps": 3,
+    "gradient_clipping": 0.0,
+    "zero_optimization": {"stage": 2},
+}
 
 
 @pytest.fixture(scope="module")
-def three(private_tmp):  # 803,968 weights do not divide by 3
-    return launch(every_stage, (2, 3), ranks=3, quiet=True, timeout=280, **SHORT)
+def stages(private_tmp, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+        runs = Runs(zero.train, STAGES, SIZES)
+        assert runs[2] and runs[3]
+    assert list(folder.iterdir()) == []  # nothing was compiled
+    return runs
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_stage_trains_as_one_rank_does(stage, two, three, oracle):
-    for run in (two, three):
-        for rank, outcomes in enumerate(run.results):
-            if stage in outcomes:
-                told = outcomes[stage]
-                assert off_by(told.losses, oracle.losses[: len(told.losses)]) < TOLERANCE
-                assert (told.wrapper, told.rank, told.world_size) == ("DeepSpeedEngine", rank, len(run.results))
-                assert told.extra["stage"] == stage and told.extra["config"]["zero_optimization"]["stage"] == stage
-    names = {0: "AdamW", 3: "DeepSpeedZeroOptimizer_Stage3"}
-    assert two.results[0][stage].extra["zero_optimizer"] == names.get(stage, "DeepSpeedZeroOptimizer")
+@pytest.fixture(scope="module")
+def choices(private_tmp, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("zero")
+    (folder / "user.json").write_text(json.dumps(USERS_FILE))
+    place = str(folder / "saved")
+    settings = {
+        "micro-batches": dict(gradient_accumulation_steps=2, max_grad_norm=1e9),
+        "clipped": dict(stage=3, max_grad_norm=0.5),
+        "optimizer on the host": dict(offload="optimizer"),
+        "all on the host": dict(stage=3, offload="all"),
+        "bf16": dict(precision="bf16"),
+        "user's file": dict(config_file=str(folder / "user.json")),
+        "saved": dict(steps=2, save_every=2, checkpoint_dir=place),
+        "resumed": dict(resume=True, checkpoint_dir=place),
+    }
+    return Runs(zero.train, {2: settings}, SIZES)
+
+
+@cache
+def expected(max_grad_norm=0.0):
+    """Losses and norms of one process."""
+    return one_rank(tiny_llama(), steps=3, global_batch=12, seq_len=16, max_grad_norm=max_grad_norm)
+
+
+def test_every_stage_trains_as_one_rank_does(stages):
+    for ranks, stage, _, outcomes in stages.every():
+        assert_same_training(outcomes, expected()[0], f"stage {stage}, {ranks} ranks")
+        for outcome in outcomes:
+            assert (outcome.wrapper, outcome.extra["stage"]) == ("DeepSpeedEngine", stage)
 
 
 def share(ranks, stage):
@@ -76,106 +96,137 @@ def share(ranks, stage):
 
 def gradients(ranks, rank):
     """Bytes of stages 1 and 2: every weight that lies in the share at least in part, and the padding at the end."""
-    mine, at, found = share(ranks, 1), 0, 0
+    local, start, held = share(ranks, 1), 0, 0
     for numel in NUMELS:
-        found += numel if at < (rank + 1) * mine and at + numel > rank * mine else 0
-        at += numel
-    return 4 * (found + max(0, (rank + 1) * mine - at))
+        held += numel if start < (rank + 1) * local and start + numel > rank * local else 0
+        start += numel
+    return 4 * (held + max(0, (rank + 1) * local - start))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_bytes_of_a_share_to_the_byte(stage, two, three):
-    for run in (two, three):
-        ranks = len(run.results)
-        mine = share(ranks, stage)
-        for rank, outcomes in enumerate(run.results if stage in run.results[0] else []):
-            held = outcomes[stage].memory
-            assert held["parameters"] == ROTARY + 4 * mine * (1 if stage == 3 else ranks)
-            assert held["optimizer_state"] == 8 * mine + 4  # two moments, one step counter
-            assert held["master"] == 4 * mine
-            assert held["gradients"] == (4 * mine if stage == 3 else gradients(ranks, rank))
-            assert held["buckets"] == (4 * BUCKET if stage == 3 else 0)
-            assert outcomes[stage].extra["local_elements"] == mine
-            assert not any(outcomes[stage].extra["on_host"].values())
+def test_what_lies_on_each_rank_to_the_byte(stages):
+    for ranks, stage, _, outcomes in stages.every():  # 803,968 weights do not divide by 3
+        local = share(ranks, stage)
+        for rank, outcome in enumerate(outcomes):
+            expected = dict(
+                parameters=ROTARY + 4 * local * (1 if stage == 3 else ranks),
+                optimizer_state=8 * local + 4,  # two moments, one step counter
+                master=4 * local,
+                gradients=4 * local if stage == 3 else gradients(ranks, rank),
+                buckets=4 * BUCKET if stage == 3 else 0,
+            )
+            if stage == 0:
+                expected |= dict(parameters=ROTARY + WEIGHTS, gradients=WEIGHTS, master=0)
+                expected["optimizer_state"] = 2 * WEIGHTS + 4 * len(NUMELS)
+            assert {name: outcome.memory[name] for name in expected} == expected, (ranks, stage, rank)
+            assert outcome.extra["local_elements"] == (local if stage else sum(NUMELS)), (ranks, stage, rank)
 
 
-def test_the_bytes_of_stage_0_are_all(two):
-    held = two.results[0][0].memory
-    assert (held["parameters"], held["gradients"]) == (WEIGHTS + ROTARY, WEIGHTS)
-    assert held["optimizer_state"] == 2 * WEIGHTS + 4 * len(NUMELS) and held["master"] == held["buckets"] == 0
-
-
-def test_stages_1_and_2_rest_alike(two):
-    for outcomes in two.results:
-        one, also = outcomes[1].memory, outcomes[2].memory
-        assert {k: v for k, v in one.items() if k != "peak"} == {k: v for k, v in also.items() if k != "peak"}
-
-
-def test_the_bytes_that_the_system_counts(two):
-    """In times the weights' bytes, of two ranks: all-reduce 1, all-gather 1/2. gloo's reduce_scatter costs 1, too."""
-    for outcomes in two.results:
-        for stage, times in {0: 1.0, 1: 1.5, 2: 1.5, 3: 2.0}.items():
-            sent = outcomes[stage].wire_bytes
-            assert sent is None or times < sent / WEIGHTS < 1.02 * times
-
-
-def test_what_each_stage_calls(two):
-    calls = [(c.kind, c.bytes) for c in two.collectives if c.rank == 1]
-
-    def total(kind):
-        return sum(size for k, size in calls if k == kind and size > 100) / SIZES["steps"]
-
+def test_what_each_stage_sends(stages):
+    total = Counter()  # bytes that a rank put in, over all steps
+    for c in stages[2].collectives:
+        total[c.kind] += c.bytes if c.rank == 1 and c.bytes > 100 else 0
+    steps = SIZES["steps"]
     # stages 0, 1 and 2 all-reduce all gradients, stage 3 scatters their sums
-    assert total("all_reduce") == pytest.approx(3 * WEIGHTS, rel=1e-3)
-    assert total("reduce_scatter") == WEIGHTS
-    # 1 and 2 gather the weights after a step, 3 in its forward and in its backward pass; in its first step it may gather all
-    # once more, while it learns the order
-    assert 4 * WEIGHTS / 2 <= total("all_gather") <= (4 + 1 / SIZES["steps"]) * WEIGHTS / 2
+    assert total["all_reduce"] == pytest.approx(3 * steps * WEIGHTS, rel=1e-3)
+    assert total["reduce_scatter"] == steps * WEIGHTS
+    # 1 and 2 gather the weights after a step, 3 in its forward and in its backward pass; in its first step it may gather
+    # all once more, while it learns the order. A rank puts in its half
+    assert 4 * steps * WEIGHTS <= 2 * total["all_gather"] <= (4 * steps + 1) * WEIGHTS
+    # on the wire of two ranks: all-reduce 1, all-gather 1/2; gloo's reduce_scatter costs 1, too
+    for stage, times in {0: 1.0, 1: 1.5, 2: 1.5, 3: 2.0}.items():
+        for outcome in stages.outcomes(2, stage):
+            assert outcome.wire_bytes is None or times < outcome.wire_bytes / WEIGHTS < 1.02 * times, stage
 
 
-def test_the_keys_are_deepspeed_s():
+def test_no_choice_changes_the_training(choices):
+    for _, name, _, outcomes in choices.every():
+        losses = expected(0.5 if name == "clipped" else 0.0)[0]
+        first = outcomes[0].extra["first_step"]
+        assert first == (2 if name == "resumed" else 0)
+        assert_same_training(outcomes, losses[first:], name, {"bf16": 5e-3, "clipped": 2e-6}.get(name, TOLERANCE))
+
+
+def test_gradients_are_means_and_clipping_clips(choices):
+    assert off_by(expected(0.5)[0], expected()[0]) > 1e-5  # a difference that a clipped run could not hide
+    for name, max_grad_norm in {"micro-batches": 1e9, "clipped": 0.5}.items():
+        for outcome in choices.outcomes(2, name):
+            norms = expected(max_grad_norm)[1]
+            assert outcome.extra["gradient_norms"] == pytest.approx(norms, rel=1e-4), name
+
+
+def test_what_offloading_moves(choices):
+    local = 4 * share(2, 2)
+    for outcome in choices.outcomes(2, "optimizer on the host"):
+        device, host = outcome.memory, outcome.extra["on_host"]
+        assert device["parameters"] == WEIGHTS + ROTARY and device["buckets"] == 4 * max(NUMELS)
+        assert device["optimizer_state"] == device["master"] == device["gradients"] == 0
+        assert (host["gradients"], host["optimizer_state"], host["master"]) == (local, 2 * local + 4, local)
+    for outcome in choices.outcomes(2, "all on the host"):
+        device, host = outcome.memory, outcome.extra["on_host"]
+        assert device["parameters"] == ROTARY and device["buckets"] == 4 * BUCKET and device["gradients"] == 0
+        assert (host["parameters"], host["optimizer_state"], host["master"]) == (local, 2 * local + 4, local)
+
+
+def test_bf16_halves_weights_and_gradients(choices, stages):
+    half, whole = choices.outcomes(2, "bf16")[0], stages.outcomes(2, 2)[0]
+    assert half.memory["parameters"] - ROTARY == (whole.memory["parameters"] - ROTARY) / 2
+    assert half.memory["gradients"] == whole.memory["gradients"] / 2
+    assert all(half.memory[name] == whole.memory[name] for name in ("optimizer_state", "master"))
+    assert off_by(half.losses, whole.losses) > 1e-6
+
+
+def test_a_user_s_file_decides(choices):
+    config = choices.outcomes(2, "user's file")[0].extra["config"]
+    assert config["gradient_accumulation_steps"] == 3 and config["optimizer"]["params"]["torch_adam"] is True
+
+
+def plain_ddp_by_accelerate():
+    """With cpu=True Accelerate drops the plugin, trains, and ends with exit code 0."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plugin = DeepSpeedPlugin(hf_ds_config={"train_batch_size": 4, "zero_optimization": {"stage": 2}})
+    assert_sharded(Accelerator(cpu=True, deepspeed_plugin=plugin).prepare(tiny_llama()), stage=2, ranks=2)
+
+
+def engine(stage, elements):
+    """What assert_sharded looks at, of an engine whose optimizer steps so many elements."""
+    fake = type("DeepSpeedEngine", (), {})()
+    fake.zero_optimization_stage, fake.module = lambda: stage, tiny_llama()
+    fake.optimizer = SimpleNamespace(param_groups=[{"params": [torch.empty(elements)]}])
+    return fake
+
+
+def refuse():
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    get_accelerator().is_fp16_supported = lambda: False  # as most CPUs
+    AsyncIOBuilder.is_compatible = lambda self, verbose=False: False  # as a machine without libaio
+    whole = sum(NUMELS)
+    assert_refused(
+        [
+            (plain_ddp_by_accelerate, RuntimeError, "got DistributedDataParallel"),
+            (lambda: assert_sharded(engine(1, whole), stage=1, ranks=2), RuntimeError, "803,968 of 803,968"),
+            (lambda: assert_sharded(engine(0, whole), stage=2, ranks=2), RuntimeError, "stage 0"),
+            (lambda: assert_sharded(engine(1, whole // 2), stage=1, ranks=4), RuntimeError, "4 ranks"),
+            (lambda: zero.train(expect_ranks=3), RuntimeError, "3 ranks"),
+            (lambda: accelerate_zero.train(expect_ranks=3), RuntimeError, "3 ranks"),
+            (lambda: zero.train(stage=4), ValueError, "4"),
+            (lambda: zero.train(precision="fp16"), ValueError, "fp16"),
+            (lambda: zero.train(stage=3, offload="nvme", nvme_path="/tmp"), ValueError, "libaio"),
+            (lambda: zero.train(save_every=1), ValueError, "save_every"),
+        ]
+    )
+
+
+def test_nothing_falls_back_in_silence(private_tmp):
+    launch(refuse, ranks=2, quiet=True, timeout=120)
+
+
+def test_the_known_keys_are_deepspeed_s():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     fields = DeepSpeedZeroConfig.model_fields.items()
     assert KNOWN["zero_optimization"] == {field.alias or name for name, field in fields}
-
-
-COMMANDS = {
-    "torchrun": "torchrun --nproc_per_node 2 -m course_lib.training.sharded.zero --stage 1",
-    "deepspeed": "deepspeed --num_gpus 2 --master_port {port} --module course_lib.training.sharded.zero --stage 2",
-    "accelerate": "accelerate launch --config_file {configuration} --main_process_port {port} "
-    "-m course_lib.training.sharded.accelerate_zero",
-}
-
-
-ACCELERATE = """
-distributed_type: DEEPSPEED
-num_processes: 2
-deepspeed_config: {zero_stage: 3, gradient_clipping: 0.0}
-"""
-
-
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory):
-    """All launchers at the same time: most of what they do is importing."""
-    started = {}
-    configuration = tmp_path_factory.mktemp("accelerate") / "zero.yaml"
-    configuration.write_text(ACCELERATE)
-    for name, command in COMMANDS.items():
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        options = " --steps 2 --global-batch 12 --seq-len 16 --expect-ranks 2"
-        started[name] = Background(command.format(port=port, configuration=configuration) + options)
-    yield started
-    for command in started.values():
-        command.end()
-
-
-@pytest.mark.parametrize(("name", "stage"), [("torchrun", 1), ("deepspeed", 2), ("accelerate", 3)])
-def test_each_launcher_runs_the_same_training(name, stage, commands, oracle):
-    output = commands[name].wait(150)
-    told = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
-    assert off_by(told["losses"], oracle.losses[:2]) < TOLERANCE
-    assert (told["wrapper"], told["world_size"], told["extra"]["stage"]) == ("DeepSpeedEngine", 2, stage)
-    assert told["extra"]["local_elements"] == share(2, stage)

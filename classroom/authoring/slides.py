@@ -1,96 +1,120 @@
-"""``beyond class slides 3``: a lesson as slides, its outputs and figures as they lie in the notebook.
-
-Each deck is one HTML file that opens from the disk, without a network and without any other file. nbconvert's reveal.js
-slides load reveal.js, require.js, jQuery, MathJax and Mermaid from servers, which a room that shares one uplink may not
-reach.
-"""
+"""``beyond class slides 3``: a lesson as nbconvert's slides. A cell's outputs, and what follows a question, wait for a key."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from classroom.authoring import notes
 from course_lib.files import write_atomically
 from course_lib.notebook import contents
-from course_lib.notebook.contents import ROOT
 from course_tools.command_line import ArgumentParser, reports_errors
 
-TEMPLATE = Path(__file__).with_name("slides.html.j2")
-KEYS = "→ or space: on · ← back · n: a window with the notes · f: full screen · print: one slide per sheet"
+REVEAL, LOCAL = "reveal.js@5", "node_modules/reveal.js"  # the second is where npm puts it
+# nbconvert's page without what it fetches besides reveal.js: formulas are MathML, and of a widget its picture is shown.
+TEMPLATE = """\
+{%- extends 'reveal/index.html.j2' -%}
+{%- block html_head_js -%}{%- endblock -%}{%- block html_head_js_mathjax -%}{%- endblock -%}
+{%- block data_widget_view -%}{{ output.data["text/html"] }}{%- endblock -%}
+{%- block html_head_css -%}
+<style>
+.reveal .slides { text-align: left }
+.reveal .slides section section { max-height: 700px; overflow: auto }
+.reveal .jp-CodeCell pre { white-space: pre-wrap; font-size: 17px }
+.reveal .jp-OutputArea img { max-height: 500px; width: auto }
+</style>
+{%- endblock -%}
+{%- block footer_js -%}
+<script src="{{ resources.reveal.url_prefix }}/dist/reveal.js"></script>
+<script src="{{ resources.reveal.url_prefix }}/plugin/notes/notes.js"></script>
+<script>
+Reveal.initialize({width: 1280, height: 720, center: false, hash: true, slideNumber: "c/t", plugins: [RevealNotes]});
+Reveal.on("fragmentshown", shown => shown.fragment.scrollIntoView({block: "nearest"}));
+</script>{%- endblock -%}
+"""
 
 
-def make(lesson: Path, folder: Path, *, notes: Path | None = None) -> tuple[Path, int]:
-    """Write the deck of the notebook `lesson` into `folder`; returns the file and its number of slides.
+def slide_cells(notebook: Any, note: str) -> Iterator[Any]:
+    """A lesson's cells with their slide types; parts of `note` under one of its headings become speaker notes."""
+    from nbformat.v4 import new_code_cell, new_markdown_cell
 
-    Args:
-        notes: the instructor's note (Markdown), of which the parts under a lesson's heading become speaker notes.
+    def heading(part: str) -> str:
+        return part.partition("\n")[0].strip("# ")
 
-    Raises:
-        ValueError: `lesson` is no notebook.
-        OSError: `folder` cannot be written.
-    """
-    import jinja2
+    # what stands below the note's own title is for the lesson's first slide
+    note = heading(notebook.cells[0].source) + "\n" + note.partition("\n")[2]
+    spoken = {heading(part): part.partition("\n")[2] for part in headed_parts(note)}
+    for cell in notebook.cells:
+        if "colab" in cell.metadata.get("tags", ()):
+            continue
+        if cell.cell_type == "code":
+            yield new_code_cell(cell.source, metadata={"slideshow": {"slide_type": "subslide"}})
+            if cell.outputs:
+                shown = {"slideshow": {"slide_type": "fragment"}, "transient": {"remove_source": True}}
+                yield new_code_cell(outputs=cell.outputs, metadata=shown)
+            continue
+        for part in headed_parts(cell.source):
+            begins = "slide" if re.match("##? ", part) else "subslide"
+            asked = re.search(r"^[^|\n]*\*\*[^*|]+\?\*\*\.?", part, re.MULTILINE)  # in bold: say your answer first
+            cut = asked.end() if asked else len(part)
+            types = {begins: part[:cut], "notes": spoken.get(heading(part), ""), "fragment": part[cut:]}
+            for slide_type, text in types.items():
+                if text.strip():
+                    yield new_markdown_cell(for_slides(text), metadata={"slideshow": {"slide_type": slide_type}})
+
+
+def headed_parts(source: str) -> list[str]:
+    """A Markdown text cut before its headings of level 1 to 3; a # inside a fence is no heading."""
+    parts, fenced = [""], False
+    for line in source.splitlines(keepends=True):
+        fenced ^= line.lstrip().startswith("```")
+        if not fenced and re.match(r"#{1,3} ", line):
+            parts.append("")
+        parts[-1] += line
+    return [part for part in parts if part.strip()]
+
+
+def for_slides(source: str) -> str:
+    """Without badges and links that lead nowhere from another folder, and with formulas that need no script."""
+    from docutils.utils.math.latex2mathml import tex2mathml
+
+    source = re.sub(r"\n---\n+[^\n]*00_start_here\.ipynb[^\n]*\s*\Z", "\n", source)  # the neighbours, at the end
+    source = re.sub(r"\[!\[[^\]]*\]\([^)]*\)\]\([^)]*\)", "", source)
+    source = re.sub(r"\[([^\]]+)\]\((?!https?://)[^)\s]*\)", r"\1", source)
+    code_or_formula = re.compile(r"(```.*?```|`[^`\n]*`)|\$?\$(.+?)\$\$?", re.DOTALL)
+    return code_or_formula.sub(lambda found: found[1] or tex2mathml(found[2]), source)
+
+
+def make(lesson: Path, folder: Path, *, note: str = "") -> Path:
+    """Write the slides of the notebook `lesson` into `folder`, with parts of an instructor's `note` as speaker notes."""
     import nbformat
-    from markupsafe import Markup
+    from nbconvert import SlidesExporter
 
-    from classroom.authoring.slide_blocks import inline, markdown
-    from classroom.authoring.slide_cutting import cut
-
-    try:
-        slides = cut(nbformat.reads(lesson.read_text(encoding="utf-8"), as_version=4))
-    except (ValueError, KeyError, TypeError, AttributeError, nbformat.ValidationError) as error:
-        raise ValueError(
-            f"{lesson} is no notebook that can be read ({error}); take it from the repository again."
-        ) from None
-    if not slides:
-        raise ValueError(f"{lesson} is an empty notebook; take it from the repository again.")
-    by_heading = speaker_notes(notes.read_text(encoding="utf-8")) if notes and notes.is_file() else {}
-    environment = jinja2.Environment(autoescape=True)
-    environment.filters |= {
-        "inline": lambda text: Markup(inline(text)),
-        "markdown": lambda text: Markup(markdown(text)),
-    }
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    notebook = nbformat.read(lesson, as_version=4)
+    notebook.cells = list(slide_cells(notebook, note))
+    exporter = SlidesExporter(raw_template=TEMPLATE, reveal_theme="white")  # nbconvert's usual theme fetches its fonts
+    exporter.exclude_input_prompt = exporter.exclude_output_prompt = True
+    exporter.reveal_url_prefix = LOCAL if (folder / LOCAL).is_dir() else f"https://unpkg.com/{REVEAL}"
+    page, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": lesson.stem}})
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{lesson.stem}.html"
-    write_atomically(target, template.render(title=slides[0].heading, slides=slides, notes=by_heading))
-    return target, len(slides)
-
-
-def speaker_notes(note: str) -> dict[str, str]:
-    """Split a note by `### heading`; under "" stands what comes before its first `##`."""
-    body = re.sub(r"\A---\n.*?\n---\n", "", note, flags=re.DOTALL)
-    found: dict[str, list[str]] = {"": []}
-    current: str | None = ""
-    for line in body.splitlines():
-        if heading := re.match(r"(#+) +(.+?)\s*$", line):
-            current = heading[2] if len(heading[1]) == 3 else "" if len(heading[1]) == 1 else None
-            found.setdefault(current or "", [])
-        elif current is not None:
-            found[current].append(line)
-    return {name: text for name, lines in found.items() if (text := "\n".join(lines).strip())}
-
-
-def chosen(which: str) -> list[Path]:
-    """The notebooks of lesson "3", or of "all". Raises ValueError where there is no such lesson."""
-    if which == "all":
-        return [contents.find(row.number, "lessons") for row in contents.map_rows()]
-    if not which.isdecimal():
-        raise ValueError(f"There is no lesson {which!r}; give its number, or all.")
-    return [contents.find(int(which), "lessons")]
+    write_atomically(folder / f"{lesson.stem}.html", page)
+    return folder / f"{lesson.stem}.html"
 
 
 @reports_errors
 def main(argv: Sequence[str]) -> int:
     """Make the slides; returns 0, or 2 for bad input."""
-    parser = ArgumentParser(prog="beyond class slides", description="A lesson as slides: one HTML file, no network.")
-    parser.add_argument("lesson", help="a lesson's number, or all")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "slides", help="the folder to write into")
+    parser = ArgumentParser(prog="beyond class slides", description="A lesson as reveal.js slides.")
+    numbers = [row.number for row in contents.map_rows()]
+    parser.add_argument("lesson", choices=[*map(str, numbers), "all"], help="a lesson's number, or all")
+    parser.add_argument("--out", type=Path, default=contents.ROOT / "build/slides", help="the folder to write into")
     options = parser.parse_args(argv)
-    for lesson in chosen(options.lesson):
-        note = ROOT / "site" / "instructors" / f"{lesson.stem}.md"
-        target, count = make(lesson, options.out, notes=note)
-        print(f"{target}: {count} slides", flush=True)
-    print(KEYS)
+    for number in numbers if options.lesson == "all" else [int(options.lesson)]:
+        note = notes.read(number)
+        print(make(contents.find(number, "lessons"), options.out, note=note.text if note else ""), flush=True)
+    if not (options.out / LOCAL).is_dir():
+        print(f"Showing them needs a network, unless you first:  npm install --prefix {options.out} {REVEAL}")
+    print("space: on · s: a window with the notes · f: full screen · ?print-pdf behind the address: for paper")
     return 0

@@ -126,6 +126,8 @@ class Exercise:
                 return "not attempted", ""
             if function_wanted and not callable(value):
                 return "not yet", f"{NOT_ITS_RESULT}: {call}"
+        if given and all(map(_always_stops, given.values())):  # known without running it, which may start ranks
+            return "not attempted", ""
         return None
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Status, str]:
@@ -220,8 +222,8 @@ def _untouched(value: Any) -> bool:
     if isinstance(value, type):
         if any(base is not object and not base.__module__.startswith("torch.") for base in value.__mro__[1:]):
             return False  # what it inherits may be the work
-        methods = [method for method in vars(value).values() if isinstance(method, types.FunctionType)]
-        return bool(methods) and all(map(_untouched, methods))
+        methods = _methods(value)
+        return bool(methods) and all(map(_untouched, methods.values()))
     if not isinstance(value, types.FunctionType):
         return False
     steps = list(dis.get_instructions(value))
@@ -229,6 +231,34 @@ def _untouched(value: Any) -> bool:
         return False
     loads = [step.argval for step in steps if step.opname in ("LOAD_CONST", "RETURN_CONST")]
     return loads[-1] is None or loads[-1] is ...
+
+
+def _methods(cls: type) -> dict[str, types.FunctionType]:
+    members = {name: getattr(member, "__func__", member) for name, member in vars(cls).items()}
+    return {name: member for name, member in members.items() if isinstance(member, types.FunctionType)}
+
+
+def _always_stops(value: Any, *, follow: bool = True) -> bool:
+    """True where every call ends in `raise NotImplementedError`: a straight line to it, or to a neighbour's that does.
+
+    A class stops in its __init__, or in every method (a torch.autograd.Function has no __init__). What branches, loops
+    or catches may still come to an end of its own, so it has to run.
+    """
+    if isinstance(value, type):
+        methods = _methods(value)
+        first = [methods["__init__"]] if "__init__" in methods else list(methods.values())
+        return bool(first) and all(_always_stops(method, follow=follow) for method in first)
+    if not isinstance(value, types.FunctionType) or value.__code__.co_exceptiontable:
+        return False
+    steps = list(dis.get_instructions(value))
+    if any("JUMP" in step.opname for step in steps):
+        return False
+    names = [step.argval for step in steps if step.opname == "LOAD_GLOBAL"]
+    if "NotImplementedError" in names and any(step.opname == "RAISE_VARARGS" for step in steps):
+        return True
+    called = [value.__globals__.get(name) for name in names] if follow else []
+    neighbours = [each for each in called if getattr(each, "__module__", None) == value.__module__]  # no library's
+    return any(_always_stops(each, follow=False) for each in neighbours)
 
 
 class Lab:

@@ -21,7 +21,7 @@ class Spike(NamedTuple):
     what: str
 
 
-# what record.py did to each run, by the step in which it shows in the loss
+# what was done to each run, by the step in which it shows in the loss
 SPIKES: dict[str, tuple[Spike, ...]] = {
     "healthy": (),
     "noisy": (),

@@ -4,8 +4,7 @@
       - course_tools.axolotl.tracking_plugin.EveryRankPlugin
 
 It writes below ``output_dir``: the metrics to ``tracking/``, the heartbeats to ``heartbeats/``. The environment may
-say otherwise: ``EVERY_RANK_FOLDER`` another folder, ``EVERY_RANK_TO`` another tracker, ``EVERY_RANK_SECONDS`` another
-time between two beats.
+say otherwise: ``EVERY_RANK_FOLDER`` another folder, ``EVERY_RANK_SECONDS`` another time between two beats.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ class EveryRankPlugin(BasePlugin):
         folder = Path(os.environ.get("EVERY_RANK_FOLDER") or cfg.output_dir)
         seconds = float(os.environ.get("EVERY_RANK_SECONDS", "10"))
         rank, world_size = trainer.args.process_index, trainer.args.world_size
-        to = os.environ.get("EVERY_RANK_TO", "tensorboard")
-        tracker = Tracker(folder / "tracking", to=to, run_name=folder.name, rank=rank, world_size=world_size)
+        tracker = Tracker(folder / "tracking", rank=rank, world_size=world_size)
         heartbeat = Heartbeat(folder / "heartbeats", rank=rank, every=seconds)
         return [EveryRank(tracker, heartbeat, trainer=trainer)]

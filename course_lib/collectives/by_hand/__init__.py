@@ -5,9 +5,9 @@
 
 The functions take what the library's call of the same name takes, in the same order, and always sum:
 
-    broadcast(tensor, root=0, group=None)              naive, tree
-    reduce(tensor, root=0, group=None)                 naive, tree
-    all_reduce(tensor, group=None)                     naive, tree, recursive_doubling, ring
+    broadcast(tensor, root=0, group=None)              naive
+    reduce(tensor, root=0, group=None)                 naive
+    all_reduce(tensor, group=None)                     naive, ring
     reduce_scatter(output, inputs, group=None)         ring
     all_gather(outputs, tensor, group=None)            ring
     gather(tensor, outputs=None, root=0, group=None)   naive
@@ -19,7 +19,7 @@ Before the payload the ranks compare shape and dtype, so that bad input raises a
 ``check=False`` leaves that out.
 """
 
-from course_lib.collectives.by_hand import naive, parameter_server, recursive_doubling, ring, tree
+from course_lib.collectives.by_hand import naive, parameter_server, ring
 from course_lib.collectives.by_hand.traffic import Traffic
 
-__all__ = ["Traffic", "naive", "parameter_server", "recursive_doubling", "ring", "tree"]
+__all__ = ["Traffic", "naive", "parameter_server", "ring"]

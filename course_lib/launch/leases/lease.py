@@ -46,7 +46,7 @@ class Lease:
         self._pool, self._n, self._wait, self._tell = pool, n, wait, tell
         self._locks: list[int] = []
         self._seat: int | None = None
-        self._thread = 0
+        self._thread: threading.Thread | None = None  # who took it; a thread's number is given again once it has ended
 
     @property
     def environment(self) -> dict[str, str]:
@@ -67,7 +67,7 @@ class Lease:
             return self
         self._check(pool)
         began = time.monotonic()
-        self._thread = threading.get_ident()
+        self._thread = threading.current_thread()
         _live.append(self)
         try:
             pool.make()
@@ -107,7 +107,7 @@ class Lease:
         wait = self._wait
         if wait is not None and (isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e9):
             raise ValueError(f"wait={wait!r}: give the seconds to wait at most, 0 or more, or None.")
-        if any(lease._thread == threading.get_ident() and lease._pool.folder == pool.folder for lease in _live):
+        if any(lease._thread is threading.current_thread() and lease._pool.folder == pool.folder for lease in _live):
             raise ValueError(
                 "This process holds a lease already, and who holds one may not wait for another: two such learners could "
                 "wait for each other for ever. Ask for all the GPUs at once, or end the first lease before."

@@ -57,10 +57,7 @@ def read(folder: str | os.PathLike[str]) -> dict[int, dict[str, Series]]:
         raise ValueError(f"{place} has no folder of a rank (rank0, rank1, …): give the folder that Tracker was given.")
     found = {rank: _read_rank(path) for rank, path in sorted(ranks.items())}
     if not any(found.values()):
-        raise ValueError(
-            f"{place} has ranks, and no metric of theirs: did the run log and close its Tracker? "
-            "(Of W&B's files only `wandb sync` knows the format.)"
-        )
+        raise ValueError(f"{place} has ranks, and no metric of theirs: did the run log and close its Tracker?")
     return found
 
 

@@ -1,1 +1,1 @@
-"""Data parallelism: DDP, Accelerate, Lightning, and scaling over slow links."""
+"""Data parallelism: DDP, Accelerate, and scaling over slow links."""

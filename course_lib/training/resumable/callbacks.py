@@ -20,7 +20,7 @@ class Reports:
     Args:
         heartbeat: folder of ``course_tools.monitoring``'s heartbeats; "" for none.
         every: seconds between two beats.
-        tracker: folder for ``course_lib.observe.tracking``; ``"wandb:folder"`` for another tracker than tensorboard; None for none.
+        tracker: folder for ``course_lib.observe.tracking``; None for none.
         rank, world_size: this rank's place.
     """
 
@@ -34,9 +34,7 @@ class Reports:
         if tracker:
             from course_lib.observe.tracking import Tracker
 
-            to, colon, folder = tracker.partition(":")
-            to, folder = (to, folder) if colon else ("tensorboard", tracker)
-            self._tracker = Tracker(folder, to=to, run_name="resumable", rank=rank, world_size=world_size)
+            self._tracker = Tracker(tracker, rank=rank, world_size=world_size)
 
     def __enter__(self) -> Reports:
         self._open, self._since = ExitStack(), time.monotonic()

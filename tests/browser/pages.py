@@ -18,18 +18,11 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-SCREENSHOTS = Path(__file__).resolve().parent.parent / "build" / "screenshots"
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-QUIET = [
-    "--no-sandbox",  # CI runs as root in a container, where the sandbox cannot start; only our own pages are opened
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+# CI runs as root in a container, where the sandbox cannot start; only our own pages are opened.
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 
 
 def executable() -> str:
@@ -43,24 +36,20 @@ def executable() -> str:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A headless Chromium, closed at the end; `browser.new_page(viewport={"width": 1400, "height": 900})` opens a page.
-
-    Skips the test where there is none.
-    """
+    """A headless Chromium, closed at the end. Skips the test where there is none."""
     path = executable()
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=path, args=QUIET, headless=True)
+        browser = play.chromium.launch(executable_path=path, args=FLAGS, headless=True)
         try:
             yield browser
         finally:
             browser.close()
 
 
-def shot(page: Page, name: str, *, full_page: bool = False) -> Path:
-    """Keep what the page shows now as build/screenshots/`name`.png; returns the file."""
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    path = SCREENSHOTS / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.png"
-    page.screenshot(path=path, full_page=full_page, animations="disabled")
-    return path
+def shot(page: Page, name: str) -> None:
+    """Keep what the page shows now as build/screenshots/`name`.png."""
+    folder = ROOT / "build" / "screenshots"
+    folder.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name)}.png", animations="disabled")
