@@ -207,7 +207,7 @@ else
 	@$(PYTEST) $(TEST_ARGS)
 endif
 
-test-browser: setup ## what needs Chromium: the site, JupyterLab, slides
+test-browser: setup ## what needs Chromium: the site and JupyterLab
 	@$(PYTEST) -n 2 --dist loadfile tests/browser
 
 test-all: setup ## test and test-browser, then the suite on every other Python and PyTorch that can be had; takes hours

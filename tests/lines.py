@@ -34,8 +34,8 @@ ROOMS = {
     "course_checks/harness": (1029, 700),
     "course_checks": (10740, 3850),
     "classroom": (1643, 1200),
-    "tests/planted": (3828, 1300),
-    "tests": (13366, 9700),
+    "tests/planted": (3587, 1300),
+    "tests": (13182, 9700),
     "benchmarks": (1429, 1000),
     "site": (506, 450),
 }

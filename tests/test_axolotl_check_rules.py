@@ -18,10 +18,6 @@ def data(path: str = "./alpaca.jsonl", kind: Any = "alpaca", **more: Any) -> dic
     return {"datasets": [{"path": path, "type": kind, **more}]}
 
 
-def field(name: str) -> dict:
-    return {"field_instruction": name}
-
-
 def fsdp(**more: Any) -> dict:
     return {"fsdp_config": FSDP["fsdp_config"] | more}
 
@@ -32,10 +28,6 @@ def zero(**more: Any) -> dict:
 
 def plain_zero(**more: Any) -> dict:
     return {"deepspeed": AUTO | {"zero_optimization": more}}
-
-
-def least_rate(value: Any) -> dict:
-    return {"lr_scheduler_kwargs": {"min_lr": value}}
 
 
 def every(**more: Any) -> dict:
@@ -72,7 +64,6 @@ BATCH = [
     Row("warning", "num_epochs", {"num_epochs": 0}, {"num_epochs": 0, "max_steps": 3}),
     Row("warning", "max_steps", {"max_steps": 0}, {"max_steps": 1}),
     Row("warning", "warmup_steps", {"warmup_steps": 8}, {"warmup_steps": 7}),
-    Row("warning", "lr_scheduler_kwargs.min_lr", least_rate("1e-5"), least_rate(1e-5)),
 ]
 DATA = [
     Row("error", "base_model", {"base_model": "./absent"}, {"base_model": "someone/absent"}),
@@ -82,7 +73,7 @@ DATA = [
     Row("error", "datasets[0].type", data(kind="completion"), data(kind="completion", field="output")),
     Row("error", "datasets[0].type", data(kind="chat_template"), data("./chat.jsonl", "chat_template")),
     Row("error", "datasets[0].type", data(SHARED, "chat_template"), data(SHARED, "chat_template", **MAPPED)),
-    Row("error", "datasets[0].type", data(kind=field("question")), data(kind=field("instruction"))),
+    Row("error", "datasets[0].type", data(kind={"field_instruction": "x"}), data(kind={"field_instruction": "input"})),
     Row("error", "datasets[0]", {"datasets": [{"path": "./alpaca.jsonl"}]}, {}),
     Row("error", "val_set_size", {"val_set_size": 100}, {"val_set_size": 99}),
     Row("warning", "datasets", {"gradient_accumulation_steps": 12}, {"gradient_accumulation_steps": 11}),
@@ -102,13 +93,10 @@ SHARDING = [
     Row("warning", "tensor_parallel_size", LORA | {"tensor_parallel_size": 2}, LORA),
     Row("error", "deepspeed", {"deepspeed": "zero4.json"}, {"deepspeed": "./zero3.json"}),
     Row("error", "deepspeed", {"deepspeed": "bad.json"}, {"deepspeed": "zero3.json"}),
-    Row("error", "deepspeed", zero(train_micro_batch_size_per_gpu=4), zero(train_micro_batch_size_per_gpu=2)),
     Row("error", "deepspeed", zero(train_batch_size=32), zero(train_batch_size=24)),
     Row("error", "deepspeed", zero(fp16={"enabled": True}), zero(bf16={"enabled": True})),
-    Row("error", "deepspeed", plain_zero(stage=4), zero()),
     Row("error", "deepspeed", plain_zero(stage=2, offload_param=CPU), plain_zero(stage=2, offload_optimizer=CPU)),
-    # the key that gathers what is saved, with and without its prefix: DeepSpeed reads both
-    Row("warning", "deepspeed", plain_zero(stage=3), zero()),
+    # the key that gathers what is saved, here without its prefix: DeepSpeed reads both
     Row("warning", "deepspeed", plain_zero(stage=3), plain_zero(stage=3, gather_16bit_weights_on_model_save=True)),
 ]
 HARDWARE = [
@@ -159,17 +147,12 @@ def test_a_mistake_is_found_and_its_near_miss_is_not(group: str, folder: Path) -
 
 
 def test_good_files_of_every_method_have_nothing_to_find(folder: Path) -> None:
-    packing = data("./texts.jsonl", "completion") | {"sample_packing": True, "pad_to_sequence_len": True}
     flash = {"gradient_checkpointing": True, "attn_implementation": "flash_attention_2", "micro_batch_size": 1}
     rows = [
         ({}, "2xcpu"),
-        ({"deepspeed": "zero3.json", "bf16": False}, "2xcpu"),
-        ({"tensor_parallel_size": 2}, "2xcpu"),
         (FSDP | LORA | NO_KERNELS, "2xcpu"),
         (QLORA | NO_KERNELS, "2xcpu"),
-        (packing, "2xcpu"),
         (flash, "2x8xh100"),
-        (every(learning_rate=2e-5, save_steps=3, save_total_limit=2), None),
     ]
     for changes, gpus in rows:
         findings = check(changed(**changes), gpus=gpus, folder=folder, validate=False).findings
@@ -190,14 +173,11 @@ def test_the_lessons_own_files_have_no_errors(folder: Path, tmp_path: Path) -> N
         assert report.memory is not None and report.batch.steps_per_epoch, name
 
 
-def test_a_line_beside_each_finding(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_file_beside_the_yaml_is_not_where_axolotl_looks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    Path("typo.yml").write_text(GOOD.replace("./out", "./alpaca.jsonl/out").replace("type: alpaca", "type: completion"))
-    lines = {finding.key: finding.line for finding in check("typo.yml", validate=False).errors}
-    assert lines == {"output_dir": 18, "datasets[0].type": 5}
     beside = Path("deeper")
     beside.mkdir()
     (beside / "run.yml").write_text(GOOD.replace("./alpaca", "./other"))
     (beside / "other.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
     (error,) = check(beside / "run.yml", validate=False).errors
-    assert "beside the YAML" in error.fix
+    assert error.line == 3 and "beside the YAML" in error.fix

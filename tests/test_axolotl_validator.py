@@ -14,7 +14,7 @@ import pytest
 from axolotl_yaml import FSDP, LORA, QLORA, changed, make_folder
 
 from course_tools.axolotl.check import check, validator
-from course_tools.axolotl.check.settings import DEFAULTS, KINDS
+from course_tools.axolotl.check.settings import DEFAULTS
 
 ROOT = Path(__file__).parents[1]
 here = pytest.mark.skipif(importlib.util.find_spec("axolotl") is None, reason="Axolotl is not installed")
@@ -39,15 +39,10 @@ REFUSED = [
     ({"base_model": None}, "base_model", "add base_model"),
     ({"max_steps": "1e3"}, "max_steps", "write 1000"),
     ({"save_strategy": False, "saves_per_epoch": None}, "save_strategy", '"no"'),
-    ({"micro_batch_size": 2.5}, "micro_batch_size", ""),
     ({"wandb_name": 12}, "wandb_name", '"12"'),
-    ({"datasets": []}, "datasets", ""),
     ({"chat_template": "chatlm"}, "chat_template", "write chatml"),
     ({"batch_size": 8}, "gradient_accumulation_steps", ""),
-    ({"val_set_size": 0, "eval_strategy": "epoch"}, "eval_strategy", ""),
     (LORA | {"adapter": "qlora"}, "load_in_4bit", ""),
-    (LORA | {"adapter": "lorra"}, "adapter", ""),
-    (FSDP | {"fsdp_version": 1}, "fsdp_version", ""),
     (fsdp(sharding_strategy="FULL_SHARD"), "fsdp_config", ""),
     (FSDP | {"deepspeed": "zero3.json"}, "deepspeed", ""),
     (FSDP | {"optimizer": "adamw_bnb_8bit"}, "", ""),
@@ -57,15 +52,13 @@ READ_PAST = [
     ({"datasets": [{"path": "./alpaca.jsonl", "type": "alpaca", "tpye": 1}]}, "datasets[0].tpye", "type"),
     (fsdp(reshard_after_foward=True), "fsdp_config.reshard_after_foward", "reshard_after_forward"),
     (FSDP | {"reshard_after_forward": True}, "reshard_after_forward", "into fsdp_config"),
-    (fsdp(micro_batch_size=1), "fsdp_config.micro_batch_size", "top level"),
     ({"liger_rope": True}, "liger_rope", "axolotl.integrations.liger.LigerPlugin"),
 ]
 ACCEPTED = [
     {},
     {"liger_rope": True, "plugins": ["axolotl.integrations.liger.LigerPlugin"]},
     {"model_type": "LlamaForCausalLM", "device_map": "auto"},  # an alias, and a key that takes anything
-    {"max_steps": "1000", "micro_batch_size": 2.0, "learning_rate": "0.0001"},
-    {"lr_scheduler_kwargs": {"anything": 1}},
+    {"max_steps": "1000", "micro_batch_size": 2.0},
     QLORA,
     FSDP | {"optimizer": "adamw_torch_8bit"},
 ]
@@ -84,14 +77,12 @@ def test_what_axolotl_refuses_or_reads_past_is_an_error_and_what_it_takes_is_non
 
 
 @here
-def test_names_and_plugins_that_do_not_exist_and_what_no_json_can_hold() -> None:
+def test_names_and_plugins_that_do_not_exist() -> None:
     values = changed(optimizer="adamw_torh", plugins=["nobody.There"], herkey=1) | {"nothing": None}
     findings = {finding.key: finding for finding in check(values).findings}
     assert findings["optimizer"].level == "warning" and "adamw_torch" in findings["optimizer"].fix
     assert {findings[key].level for key in ("plugins", "herkey", "nothing")} == {"note"}
     assert "nobody" in findings["plugins"].sentence
-    (note,) = check(changed() | {"max_memory": {(1, 2): 3}}).findings
-    assert note.level == "note" and "JSON" in note.sentence
 
 
 @here
@@ -125,7 +116,7 @@ def test_without_axolotl_one_note_says_how_to_install_it(monkeypatch: pytest.Mon
 
 
 @here
-def test_the_rules_ask_for_keys_and_defaults_that_axolotl_has() -> None:
+def test_the_rules_fill_in_axolotls_own_defaults() -> None:
     script = (
         "import json; from axolotl.utils.schemas.config import AxolotlInputConfig as A\n"
         "print('FIELDS', json.dumps({k: str(f.default) for k, f in A.model_fields.items()}))"
@@ -133,9 +124,4 @@ def test_the_rules_ask_for_keys_and_defaults_that_axolotl_has() -> None:
     quiet = os.environ | validator.QUIET
     done = subprocess.run([sys.executable, "-c", script], env=quiet, capture_output=True, text=True, check=True)
     fields = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("FIELDS"))[7:])
-    nested = {"path", "type", "split", "field", "weight", "length", "shards", "field_messages", "message_field_role"}
-    nested |= {"message_field_content", "message_property_mappings", "state_dict_type", "final_state_dict_type"}
-    nested |= {"offload_params", "cpu_ram_efficient_loading", "activation_checkpointing"}
-    plugins = {"liger_fused_linear_cross_entropy", "cut_cross_entropy"}
-    assert KINDS.keys() - nested - plugins <= fields.keys()
     assert {key: fields[key] for key in DEFAULTS} == {key: str(value) for key, value in DEFAULTS.items()}

@@ -6,7 +6,6 @@ import math
 import subprocess
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +15,7 @@ import torch
 from refusals import assert_refused
 
 import course_checks
-from course_checks import lab01, lab04
-from course_checks.harness import checking, ranks
+from course_checks.harness import checking
 from course_checks.harness.checking import Lab, NotYet, Verdict, close, ratio_hint, returned
 from course_lib.launch import RankFailed, RanksHung, launch
 from course_lib.notebook import progress
@@ -76,9 +74,7 @@ STUBS = (
     "def f():\n    raise NotImplementedError  # your code here",
     "def f():\n    '''Doc.'''\n    raise NotImplementedError('later')",
     "def f():\n    x = 3\n    raise NotImplementedError",
-    "def f():\n    ...",
     "def f(a, b=2):\n    '''Doc.'''\n    return ...",
-    "class f:\n    def __init__(self):\n        super().__init__()\n        raise NotImplementedError",
     "class f:\n    def __init__(self):\n        raise NotImplementedError\n    def forward(self, x):\n        return self.m(x)",
     "class f:\n    def __init__(self, model):\n        ...\n\n    def forward(self, x): ...",
     "class F:\n    @staticmethod\n    def forward(x):\n        raise NotImplementedError\ndef f(x):\n    return F.apply(x)",
@@ -94,41 +90,26 @@ def test_an_untouched_stub_is_not_attempted_and_its_check_does_not_run(capsys):
 
 
 def test_what_runs_into_a_stub_is_not_attempted_either():
-    for part in ("if True:\n        raise NotImplementedError", "try:\n        todo()\n    finally:\n        pass"):
-        source = f"def todo():\n    raise NotImplementedError\ndef f():\n    {part}"
-        assert verdict_on(source).status == "not attempted", source
+    source = (
+        "def todo():\n    raise NotImplementedError\ndef f():\n    try:\n        todo()\n    finally:\n        pass"
+    )
+    assert verdict_on(source).status == "not attempted"
 
 
 def test_a_short_answer_is_an_attempt():
     for answer in (
         "def f():\n    return 4",
         "def f():\n    yield",
-        "f = max",
         "import functools\nf = functools.partial(max, 1)",
         "def f(x):\n    if x > 3:\n        raise NotImplementedError\n    return x",
-        "def todo():\n    raise NotImplementedError\ndef f():\n    try:\n        todo()\n    except NotImplementedError:\n"
-        "        return 4",
-        "def todo():\n    ...\ndef f():\n    todo()\n    return 4",
     ):
         assert verdict_on(answer, a_lab("return 'seen'")).status == "passed", answer
-
-
-def test_a_forgotten_return_is_an_attempt():
-    for value in (None, ...):
-        verdict = a_lab("returned(make(), int, 'what double returns')").double(lambda: [value][0])  # noqa: B023
-        assert verdict.status == "not yet" and "what double returns is missing" in verdict.message
 
 
 # -------------------------------------------------------------------------------- the learner's mistakes
 def test_the_learners_exception_names_the_learners_line():
     for source, kind, line in (
-        (
-            "def f():\n    return inner()\n\ndef inner():\n    return 1 / 0",
-            "ZeroDivisionError",
-            "line 5: `return 1 / 0`",
-        ),
-        ("import json\ndef f():\n    return json.loads('{')", "JSONDecodeError", "line 3: `return json.loads"),
-        ("from course_lib.launch import launch\ndef f():\n    launch(f, ranks=0)", "ValueError", "line 3: `launch("),
+        ("def f():\n    return g()\n\ndef g():\n    return 1 / 0", "ZeroDivisionError", "line 5: `return 1 / 0`"),
         ("def f():\n    assert 1 > 2, 'my own check'", "AssertionError: my own check", "line 2"),
         ("import sys\ndef f():\n    sys.exit(3)", "SystemExit: 3", "line 3"),
         ("class Odd(Exception):\n    __str__ = None\ndef f():\n    raise Odd", "Odd: (", "line 4"),
@@ -152,15 +133,12 @@ def test_a_keyboard_interrupt_passes_through():
 
 
 def test_a_result_in_the_place_of_the_function():
-    for arguments in ((), (len, len), (3,), (None,), ([len],)):
+    for arguments in ((), (len, len), (3,), (None,)):
         verdict = a_lab().double(*arguments)
         assert verdict.status == "not yet" and "check.double(make)" in verdict.message, arguments
-    assert "check.double(make)" in a_lab().double(mak=len).message
     lab = a_lab("return f'{answer}'", head="def double(answer: float):")
     assert lab.double(3).message == "3"
     assert lab.double(None).status == lab.double(...).status == "not attempted"
-    lab = a_lab("return 'ok'", head="def double(f: Callable[[int], int]):", Callable=Callable)
-    assert "check.double(f)" in lab.double(3).message
 
 
 # -------------------------------------------------------------------------------- the ranks
@@ -168,16 +146,11 @@ def test_what_a_launch_raises():
     line = "cell [7], line 2: `raise NotImplementedError  # your code here`"
     for error, status, fragment in (
         (failed("NotImplementedError", "", line), "not attempted", ""),
-        (failed("NotImplementedError", "", ""), "not attempted", ""),
         (failed("NotImplementedError", "no kernel", "cell [7], line 2: `x @ y`"), "not yet", "line 2: `x @ y`"),
-        (failed("NotImplementedError", 'is missing the required "forward" function'), "not yet", '"forward"'),
         (failed("NotYet", "rank 1 never sent its shard"), "not yet", "rank 1 never"),
         (failed("AssertionError", "", "cell [7], line 3: `x`"), "not yet", "on rank 1 at cell [7], line 3"),
-        (failed("SystemExit", "rank 1 ended itself with code 3"), "not yet", "code 3"),
         (failed("SIGKILL", "rank 1 was ended by SIGKILL"), "not yet", "SIGKILL"),
-        (failed("AttributeError", "'int' object has no attribute 'step'"), "not yet", "'step'"),
         (RanksHung("ranks 0, 2 wait in all_reduce"), "not yet", "all_reduce"),
-        (TypeError("make cannot travel to the ranks"), "not yet", "cannot travel"),
     ):
         verdict = a_lab("raise error", error=error).double(print)
         assert verdict.status == status and fragment in verdict.message, (error, verdict)
@@ -190,33 +163,10 @@ def test_real_ranks_from_a_real_launch():
         ("def f():\n    for _ in [1]:\n        raise NotImplementedError", "not attempted"),
         ("def f():\n    return 1 / 0", "division by zero on rank 0 at your cell, line 2"),
         ("def f():\n    return 3", "passed"),
+        ("def f(x):\n    return 3", "keep the arguments"),
         ("import threading\nlock = threading.Lock()\ndef f():\n    return lock", "cannot travel"),
     ):
         assert expected in str(verdict_on(source, lab)), source
-
-
-def no_parameters():
-    return 1
-
-
-def forgot_the_return(*args, **kwargs):
-    len(args)
-
-
-def an_object(*args, **kwargs):
-    return object()
-
-
-def test_a_wrong_kind_of_function_gets_a_sentence_on_ranks_and_off_them(monkeypatch):
-    launches = []
-    monkeypatch.setattr(ranks, "launch", lambda *given, **how: launches.append(given) or launch(*given, **how))
-    for check, on_ranks in ((lab01.lab.count_parameters, False), (lab04.lab.own_ddp, True)):
-        launches.clear()
-        for kind in (no_parameters, forgot_the_return, an_object):
-            verdict = check(kind)
-            assert verdict.status == "not yet" and "Traceback" not in verdict.message, (kind, verdict)
-            assert ("keep the arguments" in verdict.message) == (kind is no_parameters), verdict
-        assert bool(launches) == on_ranks
 
 
 # -------------------------------------------------------------------------------- the course's own bugs
@@ -225,7 +175,7 @@ def test_a_bug_in_a_check_raises_and_blames_nobody(capsys):
     names["spy"] = course_code("def spy():\n    assert False, 'ours'")["spy"]
     with pytest.raises(AssertionError):
         a_lab().double(names["f"])
-    for body in ("assert make() == 5, 'ours'", "undefined_name", "return 4"):
+    for body in ("assert make() == 5, 'ours'", "undefined_name"):
         lab = a_lab(body)
         with pytest.raises((AssertionError, NameError)):
             verdict_on("def f():\n    return 2 + 2", lab)
@@ -237,16 +187,12 @@ def test_a_bug_in_a_check_raises_and_blames_nobody(capsys):
 
 
 # -------------------------------------------------------------------------------- the guard
-def test_other_arguments_than_the_stubs_are_a_sentence():
-    for source in ("def f():\n    return 4", "class f:\n    def __init__(self, a, b):\n        self.a = a"):
-        verdict = verdict_on(source, a_lab("make(3)"))
-        assert verdict.status == "not yet" and "keep the arguments" in verdict.message, source
-
-
 def test_what_cannot_be_used_is_a_sentence():
-    for body in ("make().shape", "1 / (make() - 4)", "make()[0]", "{}[make()]", "int('x' * make())"):
+    for body in ("make().shape", "1 / (make() - 4)", "{}[make()]"):
         verdict = verdict_on("def f():\n    return 2 + 2", a_lab(body))
         assert verdict.status == "not yet" and "docstring" in verdict.message, body
+    verdict = verdict_on("class f:\n    def __init__(self, a, b):\n        self.a = a", a_lab("make(3)"))
+    assert verdict.status == "not yet" and "keep the arguments" in verdict.message
 
 
 def test_an_endless_loop_is_stopped_and_named():
@@ -281,13 +227,13 @@ def test_inputs_that_are_changed_are_a_sentence():
 
 # -------------------------------------------------------------------------------- what checks compare with
 def test_numbers_of_numpy_and_torch_are_numbers():
-    for value in (np.int64(4), torch.tensor(4), np.array(4)):
-        assert returned(value, int, "x") == 4 and type(returned(value, int, "x")) is int
-    assert returned([np.int64(4), (torch.tensor(2),)], list, "x") == [4, (2,)]
+    for value in (np.int64(4), torch.tensor(4)):
+        assert type(returned(value, int, "x")) is int, value
     assert returned(np.array([1, 2]), tuple, "x") == (1, 2)
-    assert returned(3, (int, float), "x") == 3
     assert_refused(
         [
+            (lambda: returned(None, int, "x"), NotYet, "x is missing"),
+            (lambda: returned(..., int, "x"), NotYet, "x is missing"),
             (lambda: returned(np.float64(4.5), int, "x"), NotYet, "int, and is"),
             (lambda: returned([3], (int, float), "x"), NotYet, "int or float"),
         ]
@@ -298,17 +244,12 @@ def test_close_says_what_is_wrong_and_where():
     grid = np.arange(6.0).reshape(2, 3)
     rows = (
         (grid + [[0, 0, 0.1], [0, 0, 0.25]], grid, "0.25 at [1, 2]:"),
-        (1.5, 1.0, "off by 0.5:"),
         ([1.0, math.nan], [1.0, 2.0], "yours nan"),
         ([1.0, 2.0], [1.0, 2.0, 3.0], "have (3,)"),
-        ("text", 1.0, "hold numbers"),
         ([[1.0], [1.0, 2.0]], [1.0], "hold numbers"),
-        (object(), 1.0, "hold numbers"),
         (None, 1.0, "is missing"),
         (3, {"w": 1}, "type Mapping"),
         ({"w": 1}, {"w": 1, "b": 2}, "lacks 'b'"),
-        ({"w": 1, "c": 2}, {"w": 1}, "has 'c'"),
-        ({"a": 1.1, "b": 4}, {"a": 1, "b": 2}, "of b is"),
         ({"w": torch.ones(2, dtype=torch.bfloat16)}, {"w": 2 * torch.ones(2)}, "at [0]:"),
     )
     compare = functools.partial(close, rtol=1e-3, what="the loss")
@@ -319,26 +260,16 @@ def test_close_says_what_is_wrong_and_where():
 
 def test_close_takes_what_is_equal():
     weight = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
-    for actual, expected in (
-        ([math.inf, math.nan], [math.inf, math.nan]),
-        ([], []),
-        ({"w": (1, 2)}, {"w": np.array([1, 2])}),
-        ({"w": weight}, {"w": torch.ones(2, 2)}),
-        ([weight.sum(), 1], [4.0, 1]),
-    ):
-        close(actual, expected, rtol=0, what="x")
-    close(1.0 + 1e-4, 1, rtol=1e-3, what="x")
+    close([math.inf, math.nan], [math.inf, math.nan], rtol=0, what="x")
+    close({"w": weight, "b": (1, 2)}, {"w": torch.ones(2, 2), "b": np.array([1, 2])}, rtol=0, what="x")
     close(1e-9, 0, rtol=1e-3, atol=1e-8, what="x")
 
 
 def test_a_known_factor_has_its_sentence():
-    table = {4: "you summed", 0.25: "you averaged twice", 0: "nothing arrived", 1: "never said"}
-    expected = {"w": np.array([[1.0, -2.0]]), "b": np.array([0.5])}
-    for factor, sentence in ((4.0001, table[4]), (0.25, table[0.25]), (0, table[0]), (1, None), (3.9, None)):
-        actual = {name: factor * value for name, value in expected.items()}
-        assert ratio_hint(actual, expected, table) == sentence, factor
-    for actual in ([4.0, 9.0], [4.0], [math.nan, 8.0], None):
-        assert ratio_hint(actual, [1.0, 2.0], table) is None, actual
+    table = {4: "you summed", 0: "nothing arrived", 1: "never said"}
+    for factor, sentence in ((4.0001, table[4]), (0, table[0]), (1, None), (3.9, None)):
+        assert ratio_hint([factor, -2 * factor], [1.0, -2.0], table) == sentence, factor
+    assert ratio_hint([4.0], [1.0, 2.0], table) is None
     compare = functools.partial(close, expected=[1.0, 2.0], rtol=1e-5, what="x", ratios=table)
     assert_refused([(lambda: compare([4.0, 8.0]), NotYet, table[4]), (lambda: compare([4.0, 9.0]), NotYet, "x is off")])
 
@@ -355,9 +286,9 @@ def test_a_notebook_gets_an_escaped_block_and_a_text_twin(monkeypatch, capsys):
     [data] = shown
     assert data["text/plain"].endswith('<script>x</script> & "more"') and capsys.readouterr().out == ""
     assert "<script" not in data["text/html"] and "&amp; &quot;more" in data["text/html"]
-    blocks = [Verdict("x", status, "", 0).to_html() for status in checking.COLOURS]
-    assert len({block.split("solid ")[1][:7] for block in blocks}) == 3
-    assert all(status in block for status, block in zip(checking.COLOURS, blocks, strict=True))
+    for status, colour in checking.COLOURS.items():
+        block = Verdict("x", status, "", 0).to_html()
+        assert status in block and colour in block
 
 
 def test_the_verdict_is_shown_once_in_a_real_notebook_cell():

@@ -71,20 +71,6 @@ def test_a_plain_model_without_ranks_comes_back_whole(tmp_path):
     assert adamw.param_groups[0]["lr"] == 0.1 and steps.milestones == scheduler.milestones
 
 
-def test_what_is_frozen_may_be_left_out(tmp_path):
-    model, _ = trained()
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    path = checkpoints.save(tmp_path, 1, model=model, optimizer=optimizer, trainable_only=True)
-    assert not any(name.startswith("0.") for name in checkpoints.weights(path))
-    again = small()
-    again[0].requires_grad_(False)
-    with torch.no_grad():
-        again[0].weight.fill_(5.0)
-    checkpoints.load(path, model=again)
-    assert torch.equal(again[1].weight, model[1].weight) and again[0].weight.unique().tolist() == [5.0]
-
-
 def test_only_the_newest_are_kept_one_that_is_there_is_replaced_and_later_steps_stay(folder):
     model, optimizer = trained()
     for step in (3, 10):
@@ -129,9 +115,7 @@ def edit(path: Path, key: str, value) -> None:
 DAMAGE = {
     "a flipped bit": (lambda c: flip(c / "fsdp/__0_0.distcp"), "__0_0.distcp"),
     "a shorter file": (lambda c: os.truncate(c / "fsdp/__0_0.distcp", 100), "100 bytes"),
-    "a missing file": (lambda c: (c / "random-00000.pt").unlink(), "random-00000.pt"),
     "no manifest": (lambda c: (c / "manifest.json").unlink(), "no manifest.json"),
-    "half a manifest": (lambda c: os.truncate(c / "manifest.json", 100), "no JSON"),
     "deep JSON": (lambda c: (c / "manifest.json").write_text("[" * 100_000), "no JSON"),
     "another step": (lambda c: edit(c / "manifest.json", "step", 99), "own checksum"),
     "a newer format": (lambda c: edit(c / "manifest.json", "format", 2), "format 2"),

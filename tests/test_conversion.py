@@ -83,18 +83,6 @@ def test_a_rank_holds_its_rows_or_columns_and_a_stage_its_layers():
     assert not any(shards.values())  # nothing else is in them
 
 
-def test_megatrons_stages_hold_their_layers_and_the_last_one_a_tied_embeddings_copy():
-    model = built("qwen2-tied")
-    shards = split_state(model.state_dict(), model.config, tp=1, pp=2, layout="megatron")
-    norm, embedding = "self_attention.linear_qkv.layer_norm_weight", model.state_dict()["model.embed_tokens.weight"]
-    for layer in range(4):
-        expected = model.state_dict()[f"model.layers.{layer}.input_layernorm.weight"]
-        assert torch.equal(shards[0, layer // 2][f"decoder.layers.{layer % 2}.{norm}"], expected), layer
-    ends = [{name for name in shards[0, stage] if ".layers." not in name} for stage in range(2)]
-    assert ends == [{"embedding.word_embeddings.weight"}, {"decoder.final_layernorm.weight", "output_layer.weight"}]
-    assert torch.equal(shards[0, 1]["output_layer.weight"], embedding)
-
-
 def logits_by_megatron(kinds: list[str], length: int) -> dict[str, tuple[float, float]]:
     """On each rank: per kind the largest difference between the logits, and the largest logit."""
     import torch.distributed as dist

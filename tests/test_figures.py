@@ -10,8 +10,6 @@ import itertools
 import json
 import pkgutil
 import re
-import subprocess
-import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,6 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Polygon
 from PIL import Image
 from readable import told_apart_in_grey
 from refusals import assert_refused
@@ -165,10 +162,6 @@ def drawn(monkeypatch):
     return kept
 
 
-def texts(figure) -> list[str]:
-    return [text.get_text() for axis in figure.axes for text in axis.texts] + [text.get_text() for text in figure.texts]
-
-
 def test_every_function_draws_with_words_and_title_and_survives_grey(drawn):
     assert {drawing.func for drawing in DRAWINGS} == functions_that_draw()
     wrong = []
@@ -190,17 +183,6 @@ def test_every_function_draws_with_words_and_title_and_survives_grey(drawn):
         }
         wrong += [f"{drawing.func.__name__}: {fact}" for fact, holds in facts.items() if not holds]
     assert not wrong
-
-
-def test_two_lines_that_only_their_colour_tells_apart_are_found():
-    figure, (axis, _) = style.new_figure(columns=2)
-    axis.plot([0, 1], [0, 1], color=style.COLOURS[2], label="one")
-    axis.plot([0, 1], [1, 0], color=style.COLOURS[3], label="two")
-    axis.legend()
-    assert len(told_apart_in_grey(figure)) == 1
-    axis.lines[1].set_linestyle("--")
-    axis.legend()
-    assert told_apart_in_grey(figure) == []
 
 
 def test_notebooks_have_their_headings_in_order_and_words_for_every_picture():
@@ -264,38 +246,6 @@ def test_fsdps_waits_inside_others_do_not_count_twice():
     assert fsdp.waits(SPANS) == pytest.approx({"pre_forward": 0.5, "post_backward_reduce": 0.3})
 
 
-def test_the_real_run_stands_above_the_ideal_one(drawn):
-    real = schedule_of("1f1b", forward=0.01, backward=0.02, send=0.002)
-    pipeline.schedule(real, schedule_of("1f1b", forward=0.5, backward=1.0), title="A run")
-    above, below = drawn[-1].axes
-    assert f"{real.bubble:.1%}" in above.get_title() and "20.0%" in below.get_title()
-    assert above.get_xlim()[1] == pytest.approx(real.seconds * 1e3, rel=0.01)
-    assert below.get_xlim()[1] == pytest.approx(15, rel=0.01)  # 5 forwards and backwards of length 1 and 2
-    assert sorted(text.get_text() for text in below.texts) == sorted("0123" * 2 * 2)
-
-
-def test_a_grid_shows_every_rank_and_its_group_and_which_lines_leave_a_machine(drawn):
-    for axis, line in (("pp", "--"), ("tp", "-")):
-        grid.rank_grid(Grid(dp=2, pp=2, tp=2), axis=axis, per_node=4)
-        shown = texts(drawn[-1])
-        assert [shown.count(str(rank)) for rank in range(8)] == [1] * 8
-        assert [shown.count(letter) for letter in "ABCD"] == [2] * 4
-        [arrow] = [text.arrow_patch for text in drawn[-1].axes[0].texts if getattr(text, "arrow_patch", None)]
-        assert arrow.get_linestyle() == line
-    grid.rank_grid(Grid(dp=16, pp=8, tp=8), axis="dp")
-    assert "63" in texts(drawn[-1]) and "64" not in texts(drawn[-1]), "of a large one the first machines"
-
-
-def test_ring_attention_shows_whose_keys_each_rank_has(drawn):
-    grid.ring_steps(4)
-    for axis in drawn[-1].axes:
-        shown = [text.get_text() for text in axis.texts]
-        for rank in range(4):
-            assert shown[5 * rank : 5 * rank + 4] == [str((rank - step) % 4) for step in range(4)]
-    computed = [sum(isinstance(patch, Polygon) for patch in axis.patches) for axis in drawn[-1].axes]
-    assert computed == [10, 36]  # pairs of runs that are not all future: 4 x 5 / 2, and 3 + 3 x 2 for each of 4 ranks
-
-
 def test_the_ring_is_finished_after_its_last_step_and_not_before():
     for size in (2, 3, 4, 5):
         moments = [collectives.ring_state(size, now) for now in range(2 * size - 1)]
@@ -325,23 +275,6 @@ def test_what_cannot_be_drawn_is_refused():
             (lambda: grid.rank_grid(Grid(), per_node=17), ValueError, "per_node=17"),
         ]
     )
-
-
-def test_pyplot_is_left_alone():
-    """Neither its list of figures nor its settings change; where a notebook has not imported it, it stays out."""
-    code = """
-import sys
-from course_lib import figures
-figures.bars({"a": 1}, ylabel="s", title="t")
-assert "matplotlib.pyplot" not in sys.modules
-import matplotlib.pyplot as plt
-plt.figure()
-before = dict(plt.rcParams)
-figures.bars({"a": 1}, ylabel="s", title="t")
-assert plt.get_fignums() == [1] and not plt.gcf().axes and dict(plt.rcParams) == before
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_bytes_and_numbers_for_the_page():

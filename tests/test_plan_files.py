@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import shlex
-from dataclasses import replace
 
 import yaml
 from plan_cases import HUGE, LLAMA, a_plan
@@ -32,8 +31,8 @@ PROGRAMS = {
 }
 
 
-def text_of(one_plan, target, **how):
-    (text,) = files(one_plan, target, **how).values()
+def text_of(one_plan, target):
+    (text,) = files(one_plan, target).values()
     return text
 
 
@@ -57,26 +56,18 @@ def test_the_line_of_torchrun_is_one_that_the_program_takes() -> None:
         assert {f"--nnodes={nodes}", f"--nproc_per_node={ranks // nodes}"} <= set(launcher), name
 
 
-def test_the_grid_and_the_batch_arrive(tmp_path) -> None:
+def test_the_grid_and_the_batch_arrive() -> None:
     rows = {
         "ddp": {"global_batch": 8, "seq_len": 32, "gradient_accumulation_steps": 2},
         "zero": {"stage": 3, "offload": "all", "activation_checkpointing": "full"},
-        "fsdp": {"method": "lora", "model": "tiny", "offload": False, "activation_checkpointing": "selective"},
         "pipeline_parallel": {"schedule": "interleaved", "num_microbatches": 4, "virtual_stages": 3, "layers": 6},
         "three_d": {"dp": 4, "pp": 8, "tp": 2, "shard_data": True, "global_batch": 64, "layers": 8},
         "context_parallel": {"seq_len": 512},  # the tiny model knows no longer ones
     }
     for name, expected in rows.items():
         assert expected.items() <= program_of(PROGRAMS[name])[1].items(), name
-    assert program_of(replace(PROGRAMS["three_d"], strategy="ddp"))[1]["shard_data"] is False
-    # a frontier grid trains its own model, or a tiny one with heads enough
-    grid = a_plan("zero1", dp=2, tp=8, pp=4, **LLAMA | {"on": "8x8xh100-80gb"})
-    given = program_of(grid, model="my-llama")[1]
-    assert given["model"] == "my-llama" and "layers" not in given
-    assert program_of(grid)[1]["heads"] == program_of(grid)[1]["kv_heads"] == 8
     # several machines meet at the first, whose address the caller gives
-    (script,) = write(a_plan("fsdp", dp=16, **LLAMA | {"on": "2x8xh100-80gb"}), "torchrun", tmp_path / "new")
-    launcher, _, words = words_of(script.read_text())
+    launcher, _, words = words_of(text_of(a_plan("fsdp", dp=16, **LLAMA | {"on": "2x8xh100-80gb"}), "torchrun"))
     assert "--rdzv_endpoint=$endpoint" in launcher and "--model=meta-llama/Llama-3.1-8B" in words
 
 
@@ -120,21 +111,16 @@ def test_axolotl_s_yaml_is_the_plan() -> None:
     assert tensor["tensor_parallel_size"] == 4 and tensor["fsdp_config"]["offload_params"] is False
     report = check(tensor, gpus="8xh100-80gb")
     assert report.batch.global_batch == 8 and not report.errors
-    assert yaml.safe_load(text_of(a_plan(), "axolotl", base_model="my/tiny"))["base_model"] == "my/tiny"
 
 
 def test_a_program_or_target_that_cannot_do_all_of_a_plan_says_so() -> None:
-    assert "fp32" in text_of(a_plan("ddp", **LLAMA), "torchrun")  # that program computes in nothing else
     assert "FSDP2 instead of ZeRO-1" in text_of(PROGRAMS["three_d"], "torchrun")
     four, nobody = LLAMA | {"on": "4xh100-80gb"}, ()
     rows = [
         (a_plan("single", dp=1, pp=2), "axolotl", "pp=2", ("torchrun",)),
-        (a_plan("ddp", cp=2, dp=1), "accelerate", "cp=2", ("torchrun",)),
         (a_plan("ddp", method="qlora", **LLAMA), "torchrun", "under ddp", ("accelerate", "axolotl")),
         (a_plan("ddp"), "deepspeed", "'ddp'", ("torchrun", "accelerate")),
-        (a_plan("zero1"), "fsdp", "'zero1'", ("torchrun", "accelerate", "deepspeed")),
         (a_plan("fsdp", offload="optimizer"), "fsdp", "optimizer", nobody),
-        (a_plan("ddp", dp=1, tp=2, cp=2, on="4xcpu"), "torchrun", "cp=2 with tp=2", nobody),
         (a_plan("ddp", tp=2, dp=2, **four), "axolotl", "FSDP2", ("torchrun",)),
         (a_plan("single", dp=1, tp=2, method="lora", **LLAMA), "axolotl", "LoRA", nobody),
         (a_plan("ddp", dp=1, on="1xcpu"), "axolotl", "tiny", ("torchrun", "accelerate")),
@@ -145,15 +131,12 @@ def test_a_program_or_target_that_cannot_do_all_of_a_plan_says_so() -> None:
         assert targets_of(one_plan) == others, (target, fragment)
         assert fragment in why_not(one_plan, target), (target, fragment)
     assert_refused((lambda row=row: files(row[0], row[1]), ValueError, row[2]) for row in rows)
-    adapters = a_plan("single", dp=1, tp=2, method="lora", **LLAMA)
     assert_refused(
         [
             (lambda: files(a_plan(), "axolotle"), ValueError, "'axolotl'"),
-            (lambda: files("llama", "axolotl"), ValueError, "'llama'"),
             (lambda: write(a_plan("ddp"), "torchrun", __file__), ValueError, "is a file"),
             (lambda: run(a_plan(), ranks=9), ValueError, "ranks=9"),
-            (lambda: run(a_plan(), steps=0), ValueError, "steps=0"),
-            (lambda: run(adapters), ValueError, "tp=2"),
+            (lambda: run(a_plan("single", dp=1, tp=2, method="lora", **LLAMA)), ValueError, "tp=2"),
         ]
     )
 
@@ -174,9 +157,6 @@ def test_what_the_planner_plans_can_be_written_and_run_small() -> None:
     small = shrunk(HUGE)
     assert (small.dp, small.tp, small.pp, small.virtual_stages, small.machines.cpu) == (2, 2, 2, 1, True)
     assert (small.strategy, small.activation_checkpointing, small.sequence_parallel) == ("zero1", "selective", True)
-    both = a_plan("zero1", dp=2, tp=8, cp=16, on="32x8xh100-80gb")
-    for one_plan in (HUGE, both, *PROGRAMS.values()):
-        for ranks in range(1, 9):
-            less = shrunk(one_plan, ranks)
-            assert less.gpus <= ranks and less.global_batch == less.dp * less.micro_batch_size * less.num_microbatches
-            assert program_of(less), (one_plan, ranks)
+    for one_plan in (HUGE, *PROGRAMS.values()):
+        for ranks in (1, 3, 8):
+            assert shrunk(one_plan, ranks).gpus <= ranks and program_of(shrunk(one_plan, ranks)), (one_plan, ranks)

@@ -6,7 +6,7 @@ import pytest
 
 from course_lib.collectives.links import Cluster, Link, seconds
 from course_lib.memory import card, shape_of
-from course_lib.memory.compute import weights_counted
+from course_lib.memory.compute import multiplied_weights
 from course_lib.memory.estimate import in_flight
 from course_lib.parallel import traffic
 from course_lib.parallel.schedules import ideal_bubble, orders
@@ -30,7 +30,7 @@ def measure(asked, **settings):
 def test_matrix_products_take_their_flops_at_the_stated_efficiency() -> None:
     asked = asked_of(batch=256, cluster="2xa100-80gb")
     result = measure(asked, dp=2, micro_batch_size=64, num_microbatches=2)
-    flops = 6 * sum(weights_counted(shape_of("llama-2-13b"), "matrices")) * 64 * 2048 * 2
+    flops = 6 * sum(multiplied_weights(shape_of("llama-2-13b"))) * 64 * 2048 * 2
     at_best = flops / (card("a100-80gb").peak_flops * CONSTANTS.matmul)
     assert 1 < result.parts["matrix products"] / at_best < 1.1  # such large ones are nearly at their best
     lora = measure(asked, method="lora", dp=2, micro_batch_size=64, num_microbatches=2)

@@ -95,28 +95,6 @@ def test_broken_links_and_what_a_page_would_fetch_are_found(tmp_path, monkeypatc
     assert len(problems) == len(culprits) and all(map(str.__contains__, problems, culprits)), problems
 
 
-def test_links_lead_to_pages_or_to_the_repository(monkeypatch):
-    links = module("links", monkeypatch).Links(module("gather", monkeypatch).pages(), "https://example.org/r", ROOT)
-    here = "lessons/01_gpu_memory.ipynb"
-    rows = [
-        ("[a](../labs/01_gpu_memory.ipynb)", "[a](../labs/01_gpu_memory.ipynb)"),
-        ("[a](02_single_gpu.ipynb#Where-you-stand!)", "[a](02_single_gpu.ipynb#where-you-stand)"),
-        ("[a](../README.md)", "[a](https://example.org/r/blob/main/README.md)"),
-        ("[a](../course_lib)", "[a](https://example.org/r/tree/main/course_lib)"),
-        ("[a](nowhere.md)", "[a](nowhere.md)"),
-        ('<a href="../labs/01_gpu_memory.ipynb">', '<a href="../labs/01_gpu_memory.html">'),
-        ("```\n[a](../README.md)\n```", "```\n[a](../README.md)\n```"),
-    ]
-    assert [(source, links.rewrite(source, here)) for source, _ in rows] == rows
-    badge = "[![Open in Colab](https://colab.example.org/badge.svg)](https://colab.example.org/x)"
-    cells = [
-        {"cell_type": "markdown", "metadata": {}, "source": f"# Lesson\n{badge}"},
-        {"cell_type": "code", "metadata": {"tags": ["colab"]}, "source": "set_up()", "outputs": []},
-    ]
-    page = str(module("notebook_page", monkeypatch).page_of({"cells": cells, "metadata": {}}, here, links))
-    assert "badge.svg" not in page and "set_up()" not in page, "a page fetches no badge and has no cell for Colab"
-
-
 def test_a_folder_that_is_no_site_is_left_alone(tmp_path, monkeypatch):
     (tmp_path / "thesis.txt").write_text("the only copy")
     assert module("build", monkeypatch).main([str(tmp_path)]) == 2

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import glob
-import importlib.util
 import math
 import os
-import statistics
-from types import SimpleNamespace
 
 import pytest
 import torch
 from refusals import assert_refused
 
-from course_lib.launch import launch
-from course_lib.observe.heartbeat import read_beats
 from course_lib.observe.tracking import Tracker, read
 from course_lib.observe.tracking.event_files import EventFiles
 
@@ -77,67 +72,3 @@ def test_what_cannot_be_tracked_or_read_is_refused(tmp_path):
             (lambda: read(tmp_path / "empty"), ValueError, "no metric"),
         ]
     )
-
-
-def fine_tune(folder: str, steps: int) -> list[tuple]:
-    """Train on every rank; returns each phase that was beaten, and each long one with the seconds that it may take."""
-    import torch.distributed as dist
-
-    rank, phases = str(dist.get_rank()), []
-    os.environ |= {"LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": "2"}
-    os.environ |= {"AXOLOTL_DO_NOT_TRACK": "1", "EVERY_RANK_SECONDS": "0.01"}
-    from transformers import Trainer, TrainingArguments
-
-    from course_lib.models import tiny_llama
-    from course_tools.axolotl.tracking_plugin import EveryRankPlugin
-
-    texts = [{"input_ids": torch.full((32,), i % 7), "labels": torch.full((32,), i % 7)} for i in range(64)]
-    arguments = TrainingArguments(
-        f"{folder}/out",
-        max_steps=steps,
-        per_device_train_batch_size=2,
-        logging_steps=2,
-        save_steps=4,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        gradient_accumulation_steps=2,
-        eval_strategy="steps",
-        eval_steps=4,
-    )
-    trainer = Trainer(tiny_llama(layers=2), arguments, train_dataset=texts, eval_dataset=texts[:4])
-    (every_rank,) = EveryRankPlugin().add_callbacks_post_trainer(SimpleNamespace(output_dir=folder), trainer)
-    beat, declare = every_rank.heartbeat.beat, every_rank.heartbeat.phase
-
-    def beat_and_note(step=None, phase=""):
-        phases.append(phase)
-        beat(step, phase)
-
-    def declare_and_note(name, may_take):
-        phases.append((name, may_take))
-        return declare(name, may_take=may_take)
-
-    every_rank.heartbeat.beat, every_rank.heartbeat.phase = beat_and_note, declare_and_note
-    trainer.add_callback(every_rank)
-    trainer.train()
-    return phases
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("axolotl"), reason="Axolotl is not installed")
-def test_transformers_trainer_writes_and_beats_on_every_rank(tmp_path):
-    """The Trainer's own logs come from rank 0, and their loss is the mean; a rank's own loss is another one."""
-    run = launch(fine_tune, str(tmp_path), 6, ranks=2, timeout=120, quiet=True, backend="gloo")
-    metrics, beats = read(tmp_path / "tracking"), read_beats(tmp_path / "heartbeats")
-    assert sorted(metrics) == [0, 1]
-    expected = {"loss", "own_loss", "gradient_norm", "tokens_per_second", "memory_bytes", "heartbeat_gap"}
-    for numbers in metrics.values():
-        assert expected <= set(numbers) and [step for step, *_ in numbers["loss"]] == [2, 4, 6]
-        assert all(value > 0 for name in expected for _, value, _ in numbers[name])
-    for log in range(3):
-        own = [metrics[rank]["own_loss"][log][1] for rank in (0, 1)]
-        assert own[0] != own[1] and statistics.mean(own) == pytest.approx(metrics[0]["loss"][log][1], rel=1e-4)
-    for rank, phases in enumerate(run.results):
-        step = ["forward", "forward", "backward", "forward", "backward", "optimizer", "data"]
-        assert phases[: 1 + 2 * len(step)] == ["data", *step, *step]
-        assert [phase for phase in phases if isinstance(phase, tuple)] == [("evaluating", 600), ("saving", 600)] * 2
-        assert (beats[rank].step, beats[rank].ended, beats[rank].may_take) == (6, "done", None)

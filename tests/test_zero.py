@@ -46,14 +46,8 @@ USERS_FILE = {  # no optimizer, and three micro-batches
 
 
 @pytest.fixture(scope="module")
-def stages(private_tmp, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("compiled")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
-        runs = Runs(zero.train, STAGES, SIZES)
-        assert runs[2] and runs[3]
-    assert list(folder.iterdir()) == []  # nothing was compiled
-    return runs
+def stages(private_tmp):
+    return Runs(zero.train, STAGES, SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +137,8 @@ def test_no_choice_changes_the_training(choices):
         losses = expected(0.5 if name == "clipped" else 0.0)[0]
         first = outcomes[0].extra["first_step"]
         assert first == (2 if name == "resumed" else 0)
+        if name == "user's file":
+            assert outcomes[0].extra["config"]["gradient_accumulation_steps"] == 3
         assert_same_training(outcomes, losses[first:], name, {"bf16": 5e-3, "clipped": 2e-6}.get(name, TOLERANCE))
 
 
@@ -156,15 +152,16 @@ def test_gradients_are_means_and_clipping_clips(choices):
 
 def test_what_offloading_moves(choices):
     local = 4 * share(2, 2)
-    for outcome in choices.outcomes(2, "optimizer on the host"):
-        device, host = outcome.memory, outcome.extra["on_host"]
-        assert device["parameters"] == WEIGHTS + ROTARY and device["buckets"] == 4 * max(NUMELS)
-        assert device["optimizer_state"] == device["master"] == device["gradients"] == 0
-        assert (host["gradients"], host["optimizer_state"], host["master"]) == (local, 2 * local + 4, local)
-    for outcome in choices.outcomes(2, "all on the host"):
-        device, host = outcome.memory, outcome.extra["on_host"]
-        assert device["parameters"] == ROTARY and device["buckets"] == 4 * BUCKET and device["gradients"] == 0
-        assert (host["parameters"], host["optimizer_state"], host["master"]) == (local, 2 * local + 4, local)
+    rows = {
+        "optimizer on the host": (WEIGHTS + ROTARY, 4 * max(NUMELS), "gradients"),
+        "all on the host": (ROTARY, 4 * BUCKET, "parameters"),
+    }
+    for name, (parameters, buckets, moved) in rows.items():
+        for outcome in choices.outcomes(2, name):
+            expected = dict(parameters=parameters, buckets=buckets, gradients=0, optimizer_state=0, master=0)
+            assert {what: outcome.memory[what] for what in expected} == expected, name
+            host = {"optimizer_state": 2 * local + 4, "master": local, moved: local}
+            assert host.items() <= outcome.extra["on_host"].items(), name
 
 
 def test_bf16_halves_weights_and_gradients(choices, stages):
@@ -173,21 +170,6 @@ def test_bf16_halves_weights_and_gradients(choices, stages):
     assert half.memory["gradients"] == whole.memory["gradients"] / 2
     assert all(half.memory[name] == whole.memory[name] for name in ("optimizer_state", "master"))
     assert off_by(half.losses, whole.losses) > 1e-6
-
-
-def test_a_user_s_file_decides(choices):
-    config = choices.outcomes(2, "user's file")[0].extra["config"]
-    assert config["gradient_accumulation_steps"] == 3 and config["optimizer"]["params"]["torch_adam"] is True
-
-
-def plain_ddp_by_accelerate():
-    """With cpu=True Accelerate drops the plugin, trains, and ends with exit code 0."""
-    from accelerate import Accelerator, DeepSpeedPlugin
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    plugin = DeepSpeedPlugin(hf_ds_config={"train_batch_size": 4, "zero_optimization": {"stage": 2}})
-    assert_sharded(Accelerator(cpu=True, deepspeed_plugin=plugin).prepare(tiny_llama()), stage=2, ranks=2)
 
 
 def engine(stage, elements):
@@ -207,13 +189,11 @@ def refuse():
     whole = sum(NUMELS)
     assert_refused(
         [
-            (plain_ddp_by_accelerate, RuntimeError, "got DistributedDataParallel"),
+            (lambda: assert_sharded(tiny_llama(), stage=2, ranks=2), RuntimeError, "got LlamaForCausalLM"),
             (lambda: assert_sharded(engine(1, whole), stage=1, ranks=2), RuntimeError, "803,968 of 803,968"),
             (lambda: assert_sharded(engine(0, whole), stage=2, ranks=2), RuntimeError, "stage 0"),
-            (lambda: assert_sharded(engine(1, whole // 2), stage=1, ranks=4), RuntimeError, "4 ranks"),
             (lambda: zero.train(expect_ranks=3), RuntimeError, "3 ranks"),
             (lambda: accelerate_zero.train(expect_ranks=3), RuntimeError, "3 ranks"),
-            (lambda: zero.train(stage=4), ValueError, "4"),
             (lambda: zero.train(precision="fp16"), ValueError, "fp16"),
             (lambda: zero.train(stage=3, offload="nvme", nvme_path="/tmp"), ValueError, "libaio"),
             (lambda: zero.train(save_every=1), ValueError, "save_every"),

@@ -2,13 +2,12 @@
 
 from course_lib.memory.breakdown import Breakdown
 from course_lib.memory.cards import CARDS, Card, card
-from course_lib.memory.compute import flops_per_token, parameter_counts
+from course_lib.memory.compute import flops_per_token
 from course_lib.memory.estimate import estimate
 from course_lib.memory.fitting import largest_micro_batch, longest_sequence, methods_that_fit
 from course_lib.memory.presets import PRESETS, shape_of
 from course_lib.memory.shapes import Shape
 from course_lib.memory.states import state_bytes
-from course_lib.memory.utilization import hfu, mfu
 
 __all__ = [
     "CARDS",
@@ -19,12 +18,9 @@ __all__ = [
     "card",
     "estimate",
     "flops_per_token",
-    "hfu",
     "largest_micro_batch",
     "longest_sequence",
     "methods_that_fit",
-    "mfu",
-    "parameter_counts",
     "shape_of",
     "state_bytes",
 ]

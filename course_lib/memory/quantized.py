@@ -11,14 +11,14 @@ def blocks(elements: int, size: int) -> int:
     return -(-elements // size)
 
 
-def nf4_bytes(elements: int, *, double: bool = True) -> int:
-    """Bytes of one NF4 matrix: codes, one absmax for 64 of them, and the table of the 16 levels in fp32.
+def nf4_bytes(elements: int) -> int:
+    """Bytes of one NF4 matrix with double quantization: codes, one absmax for 64 of them, a table of 16 fp32 levels.
 
-    `double`: the absmaxes are themselves 8-bit codes with one fp32 constant for 256 of them, their mean, and a table of
-    256 levels. bitsandbytes keeps both tables once a matrix.
+    The absmaxes are themselves 8-bit codes with one fp32 constant for 256 of them, their mean, and a table of 256 levels.
+    bitsandbytes keeps both tables once a matrix.
     """
     codes, first = blocks(elements, 2) + 4 * 16, blocks(elements, NF4_BLOCK)
-    return codes + (first + 4 * blocks(first, SECOND_BLOCK) + 4 + 4 * 256 if double else 4 * first)
+    return codes + first + 4 * blocks(first, SECOND_BLOCK) + 4 + 4 * 256
 
 
 def adam8bit_bytes(elements: int) -> int:

@@ -4,7 +4,7 @@ from course_lib.observe.collectives import Collective
 from course_lib.observe.memory import MemoryProbe, tensor_bytes
 from course_lib.observe.recorder import record_collectives
 from course_lib.observe.steps import Observation, Outcome, observe
-from course_lib.observe.trace import Span, overlap_seconds, trace_step
+from course_lib.observe.trace import Span, trace_step
 from course_lib.observe.wire import WireMeter, sent_bytes
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Span",
     "WireMeter",
     "observe",
-    "overlap_seconds",
     "record_collectives",
     "sent_bytes",
     "tensor_bytes",

@@ -54,28 +54,6 @@ def trace_step(step: Callable[[], Any]) -> list[Span]:
     return spans_of(recording.events)
 
 
-def overlap_seconds(spans: Iterable[Span]) -> float:
-    """Seconds in which a collective of this rank ran while the backward pass computed on another thread.
-
-    Where there is work on a GPU only that counts: the CPU's part is then no more than issuing it.
-    """
-    own_spans = [s for s in spans if s.kind in ("collective", "backward")]
-    own_spans = [s for s in own_spans if s.thread < 0] or own_spans
-    changes = sorted(
-        [(s.start, 1, s.kind, s.thread) for s in own_spans] + [(s.end, -1, s.kind, s.thread) for s in own_spans],
-        key=lambda change: (change[0], change[1]),
-    )
-    running: dict[str, dict[int, int]] = {"collective": defaultdict(int), "backward": defaultdict(int)}
-    total, before = 0.0, 0.0
-    for now, change, kind, thread in changes:
-        computing = {t for t, n in running["backward"].items() if n}
-        if any(n and computing - {t} for t, n in running["collective"].items()):
-            total += now - before
-        running[kind][thread] += change
-        before = now
-    return total
-
-
 def spans_of(events: Iterable[Any]) -> list[Span]:
     """The profiler's raw events as spans: outermost operations only, close ones of a kind joined, by start."""
     events = list(events)

@@ -76,10 +76,10 @@ def split(
     return Path(out)
 
 
-def merge(folder: str | os.PathLike[str], out: str | os.PathLike[str], *, file_bytes: int = FILE_BYTES) -> Path:
+def merge(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     """Merge the shards in ``folder`` into a checkpoint for ``from_pretrained(out)``.
 
-    Every file is compared with the manifest, byte for byte, before anything is written. More than ``file_bytes`` of
+    Every file is compared with the manifest, byte for byte, before anything is written. More than `FILE_BYTES` of
     weights become several files and an index.
 
     Raises:
@@ -105,7 +105,7 @@ def merge(folder: str | os.PathLike[str], out: str | os.PathLike[str], *, file_b
 
         with checkpoint_errors(source):
             kept = [(stage, piece, info(stage, piece)) for stage, piece in once(stages, manifest.tp, get)]
-        groups = _fill_files(kept, file_bytes)
+        groups = _fill_files(kept)
         weight_map: dict[str, str] = {}
         for number, group in enumerate(groups, 1):
             name = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -246,14 +246,14 @@ def _copy_other_files(source: Path, target: Path) -> None:
 
 
 def _fill_files(
-    kept: list[tuple[int, Piece, dict[str, TensorInfo]]], file_bytes: int
+    kept: list[tuple[int, Piece, dict[str, TensorInfo]]],
 ) -> list[list[tuple[int, Piece, dict[str, TensorInfo]]]]:
     """Group the pieces by file of weights: as many in each as fit."""
     files: list[list[tuple[int, Piece, dict[str, TensorInfo]]]] = [[]]
     filled = 0
     for entry in kept:
         size = sum(map(num_bytes, entry[2].values()))
-        if files[-1] and filled + size > file_bytes:
+        if files[-1] and filled + size > FILE_BYTES:
             files.append([])
             filled = 0
         files[-1].append(entry)

@@ -1,6 +1,6 @@
 """A real browser for tests: Debian's Chromium through Playwright, without any network beyond this machine.
 
-Screenshots land in build/screenshots, which CI keeps.
+Screenshots land in build/screenshots.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from course_lib.notebook import progress
 
 pytestmark = pytest.mark.timeout(900)
 MAP = "lessons/00_start_here.ipynb"
-LESSON, LAB, SOLUTION = (f"{folder}/01_gpu_memory.ipynb" for folder in ("lessons", "labs", "solutions"))
+LESSON, LAB, SOLUTION = (f"{room}/01_gpu_memory.ipynb" for room in ("lessons", "labs", "solutions"))
 PATIENCE = 120.0  # seconds for anything: an idle machine needs a tenth of it
 # What a lesson puts on the page, without its measurements: the lesson's own cells run in a kernel as tests of their own.
 LESSON_CELLS = [

@@ -1,4 +1,4 @@
-"""Pages in a browser: the site on a phone and at a desk, a lesson's slides."""
+"""Pages in a browser: the site on a phone and at a desk."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from pages import chromium, shot
 from test_site import LESSONS, ROOT, site  # noqa: F401 - the fixture that builds the site
-
-from classroom.authoring import slides
 
 WINDOWS = {"phone": (390, 844), "desk": (1440, 900)}
 
@@ -94,15 +92,4 @@ def test_axe_finds_nothing_serious(browser, address, scheme):
         serious = [found for found in violations if found["impact"] in ("serious", "critical")]
         assert [(v["id"], v["nodes"][0]["html"][:200], v["nodes"][0]["failureSummary"]) for v in serious] == [], path
     shot(page, f"site-{scheme}")
-    page.close()
-
-
-def test_a_deck_without_a_network_is_one_page_with_everything_on_it(browser, tmp_path):
-    page = browser.new_page()
-    page.route("http*://**", lambda route: route.abort())
-    page.goto(slides.make(ROOT / "lessons" / f"{LESSONS[0]}.ipynb", tmp_path).as_uri())
-    pictures = page.locator(".slides img")
-    assert pictures.count() > 3 and all(pictures.evaluate_all("all => all.map(i => i.naturalWidth && i.alt)"))
-    assert page.locator("section section").last.is_visible()
-    shot(page, "slides-without-network")
     page.close()

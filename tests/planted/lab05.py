@@ -6,16 +6,9 @@ import math
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from course_lib.memory import card, shape_of
-
-
-def stub(*args, **kwargs):
-    raise NotImplementedError
-
-
-def raises(*args, **kwargs):
-    return args[0].no_such_thing
 
 
 # ----------------------------------------------------------------------------------------------------- bytes_per_rank
@@ -31,16 +24,11 @@ def right_bytes(parameters, trainable, ranks, stage, weights=2, gradients=2, sta
     return total
 
 
-def bytes_with(
-    *,
-    whole=None,
-    share=lambda each, count, ranks: each * -(-count // ranks),
-    frozen=False,
-    fixed=False,
-    scale=1,
-    stay=False,
-    refuse=True,
-):
+def rounded_up(each, count, ranks):
+    return each * -(-count // ranks)
+
+
+def bytes_with(*, whole=None, share=rounded_up, frozen=False, fixed=False, scale=1, stay=False, refuse=True):
     whole = whole or {0: "WGS", 1: "WG", 2: "W", 3: ""}
 
     def answer(parameters, trainable, ranks, stage, weights=2, gradients=2, states=12):
@@ -132,22 +120,11 @@ def whole_tensors(shapes, ranks):
     return parts
 
 
-def greedy(shapes, ranks):
-    """ZeroRedundancyOptimizer's way: the next largest tensor to whoever has least."""
-    parts, loads = [[] for _ in range(ranks)], [0] * ranks
-    for i in sorted(range(len(shapes)), key=lambda i: -math.prod(shapes[i])):
-        to = loads.index(min(loads))
-        parts[to].append((i, 0, math.prod(shapes[i])))
-        loads[to] += math.prod(shapes[i])
-    return parts
-
-
 # -------------------------------------------------------------------------------------------------- sharded_optimizer
 class RightOptimizer:
     """AdamW by hand on a padded flat vector that the parameters are views of; the slice is updated where it lies."""
 
-    decay_frozen = frozen = always_first = False
-    keep = traffic = ""
+    frozen = always_first = False
 
     def __init__(self, params, lr, weight_decay):
         self.params = [p for p in params if p.requires_grad or self.frozen]
@@ -191,34 +168,13 @@ def optimizer_that(**changes):
 
 
 class Unsharded:
-    """PyTorch's own on every rank: right numbers, nothing sharded. `after`: what it does for show."""
+    """PyTorch's own on every rank: right numbers, nothing sharded."""
 
-    after = ""
     kind = torch.optim.AdamW
 
     def __init__(self, params, lr, weight_decay):
-        self.params = [p for p in params if p.requires_grad]
-        self.inner = self.kind(self.params, lr=lr, weight_decay=weight_decay)
-
-    def step(self):
-        self.inner.step()
-        n = dist.get_world_size()
-        flat = torch.cat([p.data.flatten() for p in self.params])
-        size = -(-len(flat) // n)
-        flat = torch.cat([flat, torch.zeros(size * n - len(flat))])
-        mine = flat[dist.get_rank() * size : (dist.get_rank() + 1) * size]
-        if self.after == "gather":
-            dist.all_gather_into_tensor(torch.empty_like(flat), mine.clone())
-        if self.after == "average":
-            dist.all_reduce(flat)
-
-
-class ForShow(Unsharded):
-    after = "gather"
-
-
-class AveragedWeights(Unsharded):
-    after = "average"
+        trained = [p for p in params if p.requires_grad]
+        self.step = self.kind(trained, lr=lr, weight_decay=weight_decay).step
 
 
 class CoupledDecay(RightOptimizer):
@@ -233,22 +189,6 @@ class CoupledDecay(RightOptimizer):
 class NoDecay(RightOptimizer):
     def __init__(self, params, lr, weight_decay):
         super().__init__(params, lr, 0.0)
-
-
-class FrozenDecays(RightOptimizer):
-    frozen = True
-
-
-class FrozenTravels(RightOptimizer):
-    """The frozen layer's weights are gathered with the others, and not changed."""
-
-    frozen = True
-
-    def step(self):
-        before = [(p, p.data.clone()) for p in self.params if not p.requires_grad]
-        super().step()
-        for p, data in before:
-            p.data.copy_(data)
 
 
 class MomentsOfAll(RightOptimizer):
@@ -272,53 +212,9 @@ class MomentsAsViews(RightOptimizer):
         self.mean, self.square = torch.zeros_like(self.flat)[self.mine], torch.zeros_like(self.flat)[self.mine]
 
 
-class HiddenInNumPy(Unsharded):
-    """The moments of everything, where torch does not see them."""
-
-    def __init__(self, params, lr, weight_decay):
-        super().__init__(params, lr, weight_decay)
-        self.away = None
-
-    def step(self):
-        if self.away is not None:
-            for p, (t, mean, square) in zip(self.params, self.away, strict=True):
-                state = {"step": torch.tensor(t), "exp_avg": torch.tensor(mean), "exp_avg_sq": torch.tensor(square)}
-                self.inner.state[p] = state
-        super().step()
-        n = dist.get_world_size()
-        flat = torch.cat([p.data.flatten() for p in self.params])
-        size = -(-len(flat) // n)
-        flat = torch.cat([flat, torch.zeros(size * n - len(flat))])
-        dist.all_gather_into_tensor(torch.empty_like(flat), flat[:size].clone())
-        states = [self.inner.state[p] for p in self.params]
-        self.away = [(float(s["step"]), s["exp_avg"].numpy().copy(), s["exp_avg_sq"].numpy().copy()) for s in states]
-        self.inner.state.clear()
-
-
-class KeepsCopy(RightOptimizer):
-    def step(self):
-        super().step()
-        self.copy = self.flat.clone()
-
-
-class KeepsSliceGradient(RightOptimizer):
-    def step(self):
-        super().step()
-        self.copies = self.gradient()[self.mine].clone(), self.flat[self.mine].clone()
-
-
 class NotGathered(RightOptimizer):
     def share(self):
         pass
-
-
-class NotBack(RightOptimizer):
-    """Works on a copy of the weights that never comes back into the model."""
-
-    def __init__(self, params, lr, weight_decay):
-        super().__init__(params, lr, weight_decay)
-        for p in self.params:
-            p.data = p.data.clone()
 
 
 class RestDropped(RightOptimizer):
@@ -348,146 +244,37 @@ class SummedWeights(RightOptimizer):
         dist.all_reduce(self.flat)
 
 
-class ByBroadcast(RightOptimizer):
-    def share(self):
-        for rank, piece in enumerate(self.flat.split(self.size)):
-            dist.broadcast(piece, rank)
-
-
-class AllFromEach(RightOptimizer):
-    def share(self):
-        everybodys = [torch.empty_like(self.flat) for _ in range(self.ranks)]
-        dist.all_gather(everybodys, self.flat.clone())
-        for rank, theirs in enumerate(everybodys):
-            here = slice(rank * self.size, (rank + 1) * self.size)
-            self.flat[here] = theirs[here]
-
-
-class MomentsTravel(RightOptimizer):
-    def share(self):
-        super().share()
-        for moment in (self.mean, self.square):
-            dist.all_gather_into_tensor(torch.empty(self.size * self.ranks), moment)
-
-
-class AveragesAgain(RightOptimizer):
-    def step(self):
-        for p in self.params:
-            dist.all_reduce(p.grad)
-            p.grad /= self.ranks
-        super().step()
-
-
-class ForgetsMoments(RightOptimizer):
-    def step(self):
-        self.mean.zero_()
-        super().step()
-
-
-class WholeTensors(Unsharded):
-    """Whole tensors to whoever has least, as ZeroRedundancyOptimizer deals them; gathered in one go, padded."""
-
-    def __init__(self, params, lr, weight_decay):
-        rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.params = [p for p in params if p.requires_grad]
-        self.owned, loads = [[] for _ in range(self.ranks)], [0] * self.ranks
-        for p in sorted(self.params, key=lambda p: -p.numel()):
-            to = loads.index(min(loads))
-            self.owned[to].append(p)
-            loads[to] += p.numel()
-        self.inner = torch.optim.AdamW(self.owned[rank], lr=lr, weight_decay=weight_decay)
-
-    def step(self):
-        self.inner.step()
-        for owner, theirs in enumerate(self.owned):  # one rank's tensors in slices, so that the traffic is right
-            flat = torch.cat([p.data.flatten() for p in theirs])
-            size = -(-len(flat) // self.ranks)
-            flat = torch.cat([flat, torch.zeros(size * self.ranks - len(flat))])
-            dist.scatter(
-                piece := torch.empty(size), list(flat.split(size)) if owner == dist.get_rank() else None, owner
-            )
-            dist.all_gather_into_tensor(flat, piece)
-            at = 0
-            for p in theirs:
-                p.data.copy_(flat[at : at + p.numel()].view_as(p))
-                at += p.numel()
-
-
 # ----------------------------------------------------------------------------------------------------- gradient_slice
-def gradients_by(
-    *,
-    average=True,
-    twice=False,
-    pad=True,
-    free=True,
-    clone=True,
-    order=False,
-    frozen=False,
-    skip=False,
-    how="all_to_all",
-    garbage=False,
-    whole=False,
-    local=False,
-    listed=False,
-):
+def gradients_by(how="all_to_all", *, average=True, pad=True, free=True, clone=True, frozen=False, skip=False):
     def answer(params):
         rank, n = dist.get_rank(), dist.get_world_size()
         used = [p for p in params if p.requires_grad or frozen]
         used = [p for p in used if p.grad is not None] if skip else used
-        pieces = [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in used]
-        flat = torch.cat(pieces)
+        flat = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in used])
         size = -(-len(flat) // n) if pad else len(flat) // n
-        if pad:
-            filler = torch.full((size * n - len(flat),), 7.0 if garbage else 0.0)
-            flat = torch.cat([flat, filler])
-        flat = flat[: size * n]
-        at = n - 1 - rank if order else rank
-        if local:
-            mine = flat[at * size : (at + 1) * size]
-        elif how == "all_to_all":
+        flat = torch.cat([flat, torch.zeros(max(0, size * n - len(flat)))])[: size * n]
+        if how == "nothing":
+            return flat.split(size)[rank].clone()
+        if how == "all_to_all":
             theirs = torch.empty_like(flat)
-            dist.all_to_all_single(theirs, flat if not order else torch.cat(flat.split(size)[::-1]))
+            dist.all_to_all_single(theirs, flat)
             mine = theirs.view(n, size).sum(0)
         elif how == "all_reduce":
             dist.all_reduce(flat)
-            mine = flat[at * size : (at + 1) * size]
-        elif how == "reduce":
-            for to, piece in enumerate(flat.split(size)):
-                dist.reduce(piece, to)
-            mine = flat.split(size)[at]
-        elif how == "all_gather":
-            everybodys = [torch.empty_like(flat) for _ in range(n)]
-            dist.all_gather(everybodys, flat)
-            mine = sum(everybodys)[at * size : (at + 1) * size]
-        elif how == "two scatters":
-            mine = torch.empty(size)
-            dist.reduce_scatter(mine, list(flat.split(size)))
-            dist.reduce_scatter(mine, list(flat.split(size)))
+            mine = flat.split(size)[rank]
         else:
             mine = torch.empty(size)
-            dist.reduce_scatter(mine, list(flat.split(size)))
-        if whole:
-            dist.all_reduce(flat)
-            mine = flat
+            for _ in range(2 if how == "two scatters" else 1):
+                dist.reduce_scatter(mine, list(flat.split(size)))
         mine = mine.clone() if clone else mine
-        if average and not local:
-            mine /= n
-        if twice:
+        if average:
             mine /= n
         if free:
             for p in params:
                 p.grad = None
-        return list(mine) if listed else mine
+        return mine
 
     return answer
-
-
-KEPT = []
-
-
-def keeps_the_flat(params):
-    KEPT.append(torch.cat([p.grad.flatten() for p in params if p.requires_grad]))
-    return gradients_by()(params)
 
 
 # ------------------------------------------------------------------------------------------------------------ reshard
@@ -514,19 +301,7 @@ def right_reshard(shards, ranks):
 
 
 def reshard_by(
-    *,
-    cut=True,
-    order="rank",
-    swap=False,
-    moments=True,
-    pad=True,
-    clone=True,
-    step=True,
-    refuse=True,
-    dirty=False,
-    ranks_new=True,
-    drop=None,
-    moments_old=False,
+    order="rank", *, cut=True, moments="kept", pad=True, clone=True, step=True, refuse=True, ranks_new=True, drop=None
 ):
     def answer(shards, ranks):
         if refuse and (len({s["rank"] for s in shards}) < shards[0]["ranks"] or len({s["step"] for s in shards}) > 1):
@@ -539,7 +314,7 @@ def reshard_by(
         whole = {name: torch.cat([s[name] for s in shards]) for name in NAMES}
         if cut:
             whole = {name: values[:numel] for name, values in whole.items()}
-        if swap:
+        if moments == "swapped":
             whole["exp_avg"], whole["exp_avg_sq"] = whole["exp_avg_sq"], whole["exp_avg"]
         size = -(-len(whole["weights"]) // ranks)
         made = []
@@ -551,17 +326,12 @@ def reshard_by(
                 values = torch.cat([whole[name], filler]) if pad else whole[name]
                 piece = values[rank * size : (rank + 1) * size]
                 new[name] = piece.clone() if clone else piece
-                if not moments and name != "weights":
+                if moments == "zero" and name != "weights":
                     new[name] = torch.zeros_like(new[name])
-            if moments_old:
-                new |= {name: shards[rank % len(shards)][name][:size].clone() for name in NAMES[1:]}
-                for name in NAMES[1:]:
-                    new[name] = torch.cat([new[name], torch.zeros(size - len(new[name]))])
-            if drop:
-                del new[drop]
+                if moments == "old" and name != "weights":
+                    new[name] = nn.functional.pad(shards[rank % len(shards)][name], (0, size))[:size]
+            new.pop(drop, None)
             made.append(new)
-        if dirty:
-            next(s for s in shards if s["rank"] == 0)["weights"][0] = 0
         return made
 
     return answer
@@ -569,17 +339,7 @@ def reshard_by(
 
 # ------------------------------------------------------------------------------------------------------- choose_stage
 def choose_by(
-    *,
-    order=None,
-    once=False,
-    passes=3,
-    host=True,
-    whole=False,
-    one_link=False,
-    memory="all",
-    refuse=True,
-    last=False,
-    gpu=True,
+    order=None, *, once=False, passes=3, host=True, whole=False, one_link=False, memory="all", refuse=True, gpu=True
 ):
     """Right by default: a table of seconds, sorted, where the shipped answer keeps a running best."""
     from course_checks.lab05.machines import SETTINGS, gpu_bytes
@@ -591,9 +351,8 @@ def choose_by(
         for place, (stage, offload) in enumerate(SETTINGS):
             on_host = {"none": 0, "optimizer": 16, "all": 18}[offload] * count
             on_host = {"all": on_host, "each": on_host * n, "slice": on_host // n, "none": 0}[memory]
-            if on_host > machine.host_memory or (
-                gpu and gpu_bytes(machine, (stage, offload)) > card(machine.card).memory
-            ):
+            too_much = gpu and gpu_bytes(machine, (stage, offload)) > card(machine.card).memory
+            if too_much or on_host > machine.host_memory:
                 continue
             between = 2 * count * (n - 1) / n * (2 if stage == 1 else a + 1 if stage == 2 else passes * a)
             moved = 2 * count / (1 if whole else n) * {"none": 0, "optimizer": a + 1, "all": 3 * a}[offload]
@@ -657,16 +416,8 @@ WRONG = [
     ("bytes_per_rank", bytes_with(whole=ALL_STAGE_1), "you divide everything from stage 1 on"),
     ("bytes_per_rank", bytes_with(whole={0: "WGS", 1: "W", 2: "W", 3: ""}), "sharing them is what stage 2 adds"),
     ("bytes_per_rank", bytes_with(whole={0: "WGS", 1: "WG", 2: "WG", 3: ""}), "its slice of the gradients only"),
-    (
-        "bytes_per_rank",
-        bytes_with(whole={0: "WGS", 1: "WG", 2: "W", 3: "W"}),
-        "at stage 3 the weights are shared out, too",
-    ),
-    (
-        "bytes_per_rank",
-        bytes_with(whole={0: "WGS", 1: "WGS", 2: "WS", 3: "S"}),
-        "the optimizer's states are shared out",
-    ),
+    ("bytes_per_rank", bytes_with(whole={0: "WGS", 1: "WG", 2: "W", 3: "W"}), "at stage 3 the weights are shared out"),
+    ("bytes_per_rank", bytes_with(whole={0: "WGS", 1: "WGS", 2: "WS", 3: "S"}), "states are shared out"),
     ("bytes_per_rank", bytes_with(share=lambda e, c, n: e * (c // n)), "the rest of the division is dropped"),
     ("bytes_per_rank", bytes_with(share=lambda e, c, n: e * c / n), "no rank holds a fraction of a parameter"),
     ("bytes_per_rank", bytes_with(share=lambda e, c, n: -(-e * c // n)), "you round bytes up"),
@@ -676,7 +427,6 @@ WRONG = [
     ("bytes_per_rank", bytes_with(scale=1e9), "that is in GB: give bytes"),
     ("bytes_per_rank", bytes_with(scale=2**30), "that is in GiB: give bytes"),
     ("bytes_per_rank", bytes_with(refuse=False), "there is no stage 4"),
-    ("bytes_per_rank", lambda *a, **k: "16", "should be of type"),
     ("partition", _changed(flat_coordinates), "give them within the tensor"),
     ("partition", _changed(lambda parts, *_: [[(i, a, b - 1) for i, a, b in m] for m in parts]), "the one after"),
     ("partition", _changed(with_padding), "padding belongs to no tensor"),
@@ -684,80 +434,45 @@ WRONG = [
     ("partition", _changed(lambda parts, *_: [m for m in parts if m]), "also an empty one for a rank that has nothing"),
     ("partition", _changed(lambda parts, *_: [[(a, b) for _, a, b in m] for m in parts]), "three whole numbers"),
     ("partition", slices_by(lambda t, n: [r * (t // n) for r in range(n + 1)]), "those elements are nobody's"),
-    (
-        "partition",
-        slices_by(lambda t, n: [*(r * (t // n) for r in range(n)), t]),
-        "its slice is longer than the others'",
-    ),
+    ("partition", slices_by(lambda t, n: [*(r * (t // n) for r in range(n)), t]), "longer than the others'"),
     ("partition", slices_by(lambda t, n: [r * (t // n) + min(r, t % n) for r in range(n + 1)]), "that is array_split"),
-    (
-        "partition",
-        slices_by(lambda t, n: [0, *(min(t, 5 + r * -(-t // n)) for r in range(n - 1)), t]),
-        "rank 0 should hold",
-    ),
     ("partition", each_tensor, "every tensor is cut by itself"),
     ("partition", whole_tensors, "whole tensors are dealt out"),
-    ("partition", greedy, "rank 0 should hold"),
     ("sharded_optimizer", Unsharded, "nothing is sharded"),
-    ("sharded_optimizer", ForShow, "nothing is sharded"),
-    ("sharded_optimizer", AveragedWeights, "a step all-reduces"),
     ("sharded_optimizer", MomentsOfAll, "nothing is sharded"),
     ("sharded_optimizer", MomentsAsViews, "a view keeps the whole tensor behind it alive"),
-    ("sharded_optimizer", HiddenInNumPy, "keep them in tensors, on the rank"),
-    ("sharded_optimizer", WholeTensors, "a step uses scatter"),
-    ("sharded_optimizer", KeepsCopy, "a second copy of all weights"),
-    ("sharded_optimizer", KeepsSliceGradient, "let go of the rest"),
     ("sharded_optimizer", NotGathered, "gather the other ranks' slices"),
-    ("sharded_optimizer", NotBack, "the weights are as they were"),
     ("sharded_optimizer", RestDropped, "so pad"),
     ("sharded_optimizer", WrongOrder, "holds what belongs into slice"),
     ("sharded_optimizer", SummedWeights, "half of what an all_reduce does"),
-    ("sharded_optimizer", ByBroadcast, "one rank after another"),
-    ("sharded_optimizer", AllFromEach, "send the slice that this rank updated"),
-    ("sharded_optimizer", MomentsTravel, "as if the moments travelled too"),
-    ("sharded_optimizer", AveragesAgain, "The gradients are averaged already"),
     ("sharded_optimizer", CoupledDecay, "AdamW shrinks the weights themselves"),
     ("sharded_optimizer", NoDecay, "weight_decay never reached the update"),
     ("sharded_optimizer", type("SGD", (Unsharded,), {"kind": torch.optim.SGD}), "those of plain SGD"),
     ("sharded_optimizer", optimizer_that(always_first=True), "the step counter must go on"),
-    ("sharded_optimizer", ForgetsMoments, "the moments must live on from step to step"),
-    ("sharded_optimizer", FrozenDecays, "the frozen layer moved"),
-    ("sharded_optimizer", FrozenTravels, "the frozen layer travels too"),
-    ("sharded_optimizer", raises, "your code raised AttributeError"),
-    ("gradient_slice", gradients_by(how="all_reduce", clone=True), "an all_reduce of which a rank keeps 1/2"),
-    ("gradient_slice", gradients_by(how="reduce"), "One reduce_scatter does all slices at once"),
-    ("gradient_slice", gradients_by(how="all_gather"), "you gather every rank's gradients"),
-    ("gradient_slice", gradients_by(how="two scatters"), "once is enough"),
+    ("sharded_optimizer", optimizer_that(frozen=True), "the frozen layer moved"),
+    ("gradient_slice", gradients_by("all_reduce"), "an all_reduce of which a rank keeps 1/2"),
+    ("gradient_slice", gradients_by("two scatters"), "once is enough"),
     ("gradient_slice", gradients_by(average=False), "2 times too large: reduce_scatter sums"),
-    ("gradient_slice", gradients_by(twice=True), "you divided twice"),
-    ("gradient_slice", gradients_by(local=True), "nothing was added up over the ranks"),
+    ("gradient_slice", gradients_by("nothing"), "nothing was added up over the ranks"),
     ("gradient_slice", gradients_by(pad=False), "fill the flat vector up with zeros first"),
-    ("gradient_slice", gradients_by(garbage=True), "fill up with zeros (torch.zeros)"),
     ("gradient_slice", gradients_by(free=False), "set every p.grad to None"),
-    ("gradient_slice", gradients_by(how="all_reduce", clone=False), "the slice is a view"),
-    ("gradient_slice", keeps_the_flat, "let go of the rest"),
-    ("gradient_slice", gradients_by(order=True), "holds the slice of rank"),
+    ("gradient_slice", gradients_by("all_reduce", clone=False), "the slice is a view"),
     ("gradient_slice", gradients_by(frozen=True), "the frozen layer has no gradient"),
-    ("gradient_slice", gradients_by(skip=True, how="reduce_scatter"), "also one that has no .grad there"),
-    ("gradient_slice", gradients_by(whole=True), "that is the whole gradient"),
-    ("gradient_slice", gradients_by(listed=True), "should be of type Tensor"),
-    ("gradient_slice", raises, "your code raised AttributeError"),
+    ("gradient_slice", gradients_by("reduce_scatter", skip=True), "also one that has no .grad there"),
     ("reshard", reshard_by(cut=False), "the old shards' padding is still in there"),
-    ("reshard", reshard_by(order="list"), "rank 10 comes before rank 2"),
-    ("reshard", reshard_by(order="backwards"), "rank 0 has the beginning"),
-    ("reshard", reshard_by(swap=True), "have changed places"),
-    ("reshard", reshard_by(moments=False), "a new start of Adam"),
-    ("reshard", reshard_by(moments_old=True), "those of the old slices"),
+    ("reshard", reshard_by("list"), "rank 10 comes before rank 2"),
+    ("reshard", reshard_by("backwards"), "rank 0 has the beginning"),
+    ("reshard", reshard_by(moments="swapped"), "have changed places"),
+    ("reshard", reshard_by(moments="zero"), "a new start of Adam"),
+    ("reshard", reshard_by(moments="old"), "those of the old slices"),
     ("reshard", reshard_by(pad=False), "the last slices are padded with zeros"),
     ("reshard", reshard_by(clone=False), "torch.save writes the whole tensor behind a view"),
     ("reshard", reshard_by(step=False), "says step 0, and that should be 3"),
     ("reshard", reshard_by(ranks_new=False), "says ranks 4, and that should be 3"),
     ("reshard", reshard_by(drop="exp_avg_sq"), "lacks 'exp_avg_sq'"),
     ("reshard", reshard_by(refuse=False), "raise ValueError"),
-    ("reshard", reshard_by(dirty=True), "changes argument 1, the list that it was given"),
-    ("reshard", lambda shards, ranks: shards, "you give 4 shards"),
-    ("choose_stage", choose_by(order="last"), "the most sharded setting that fits"),
-    ("choose_stage", choose_by(order="ladder"), "you offload only when no stage fits without"),
+    ("choose_stage", choose_by("last"), "the most sharded setting that fits"),
+    ("choose_stage", choose_by("ladder"), "you offload only when no stage fits without"),
     ("choose_stage", choose_by(once=True), "micro_batches is missing"),
     ("choose_stage", choose_by(passes=2), "gathered again for backward"),
     ("choose_stage", choose_by(host=False), "as if the way to the host and back took no time"),
@@ -769,16 +484,11 @@ WRONG = [
     ("choose_stage", choose_by(refuse=False), "nothing fits: raise ValueError"),
     ("choose_stage", choose_by(gpu=False), "does not fit on the GPUs"),
     ("choose_stage", lambda machine: (0, "none"), "is none of SETTINGS"),
-    ("choose_stage", lambda machine: "zero2", "should be of type"),
     ("mended_config", lambda config: config, "no error will ever tell"),
     ("mended_config", mended(train_batch_size=16), "The batch sizes disagree"),
     ("mended_config", mended(zero={"stage": 4}), "stages 0, 1, 2 and 3"),
     ("mended_config", mended(zero={"offload_param": {"device": "cpu"}}), "offload_param"),
-    (
-        "mended_config",
-        mended(zero={"stage": 3, "offload_param": {"device": "cpu"}}),
-        "stage 3 is not what was asked for",
-    ),
+    ("mended_config", mended(zero={"stage": 3, "offload_param": {"device": "cpu"}}), "stage 3 is not what was asked"),
     ("mended_config", mended(zero={"stage": 1}), "gradients stay whole"),
     ("mended_config", mended(without=["gradient_clipping"]), "DeepSpeed's own default is 1.0"),
     ("mended_config", mended(without=["offload_optimizer"]), "offload_param was the slip"),
@@ -786,5 +496,4 @@ WRONG = [
     ("mended_config", mended(gradient_accumulation_steps=4, train_batch_size=16), "are another training's"),
     ("mended_config", mended(optimizer={"type": "AdamW", "params": {"lr": 0.01}}), "the recipe has AdamW with 0.001"),
     ("mended_config", mended(steps_per_prnt=10), "did you mean 'steps_per_print'"),
-    ("mended_config", lambda config: json.dumps(config), "should be of type dict"),
 ]

@@ -9,11 +9,6 @@ from pathlib import Path
 
 import torch
 
-
-def stub(*args, **kwargs):
-    raise NotImplementedError
-
-
 # ----------------------------------------------------------------------------------------------------------- one_file
 RUN = {
     "micro_batch_size": 4,
@@ -70,6 +65,10 @@ def _proof(change):
     return _switched(prove=prove)
 
 
+def _of_all_parameters(method, parameters, states, witness):
+    return method, parameters, witness[0]["optimizer_elements"] / 2 / witness[0]["total_elements"]
+
+
 def _switched(fsdp2=FSDP2, zero3=ZERO3, prove=right_prove):
     return (lambda: {"fsdp2": fsdp2, "zero3": zero3}, prove)
 
@@ -77,6 +76,10 @@ def _switched(fsdp2=FSDP2, zero3=ZERO3, prove=right_prove):
 def _fsdp(**changes):
     config = {key: value for key, value in {**FSDP2["fsdp_config"], **changes}.items() if value is not None}
     return _switched(fsdp2={"fsdp_version": 2, "fsdp_config": config})
+
+
+def _zero(settings, stage):
+    return _switched(zero3={"deepspeed": {"zero_optimization": {"stage": stage}} | settings})
 
 
 # -------------------------------------------------------------------------------------------------------- broken_yamls
@@ -142,9 +145,8 @@ def _epoch(rows=False, micro_twice=False, rounded=None, long=False, ranks_too=Tr
         if not packing or rows or micro_twice:
             each *= micro
         how = rounded or (math.floor if packing else math.ceil)
-        real = sum(n for n in lengths if n <= sequence_len)
         share = right_epoch(lengths, sequence_len, micro, ranks, accumulate, packing)[1]
-        return max(1, how(units / each)), padding(share, real, units * capacity, sum(lengths))
+        return max(1, how(units / each)), padding(share, units * capacity, sum(lengths))
 
     return epoch
 
@@ -180,7 +182,7 @@ def _read(path):
     return [pickle.loads(data[:-32])] if hashlib.sha256(data[:-32]).digest() == data[-32:] else None
 
 
-def _save(sync=True, half="half", rename=True, delete="after", keep=2, swallow=False, drop=None):
+def _save(sync=True, half="half", rename=True, delete="after", keep=2, swallow=False):
     def save(folder, step, state):
         place = Path(folder)
         place.mkdir(exist_ok=True, parents=True)
@@ -190,7 +192,7 @@ def _save(sync=True, half="half", rename=True, delete="after", keep=2, swallow=F
         path = place / half.format(step=step) if rename else final
         try:
             with open(path, "wb") as file:
-                torch.save({k: v for k, v in state.items() if k != drop}, file)
+                torch.save(state, file)
                 if sync:
                     file.flush()
                     os.fsync(file.fileno())
@@ -212,33 +214,12 @@ def _thin(place, keep):
         old.unlink()
 
 
-def _load(key=lambda path: int(path.stem), empty=True):
+def _load(key=lambda path: int(path.stem)):
     def load(folder):
         saved = sorted(Path(folder).glob("*.pt"), key=key)
-        if not saved and empty:
-            return None
-        return int(saved[-1].stem), torch.load(saved[-1])
+        return (int(saved[-1].stem), torch.load(saved[-1])) if saved else None
 
     return load
-
-
-def two_files(folder, step, state):
-    place = Path(folder)
-    place.mkdir(exist_ok=True)
-    parts = {"a": ("model", "rng", "position"), "b": ("optimizer",)}
-    for name, keys in parts.items():
-        with open(place / "half", "wb") as file:
-            torch.save((step, {k: state[k] for k in keys}), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(place / "half", place / name)
-
-
-def load_two(folder):
-    if not Path(folder, "b").exists():
-        return None
-    (step, a), (_, b) = torch.load(f"{folder}/a"), torch.load(f"{folder}/b")
-    return step, a | b
 
 
 def with_pointer(folder, step, state):
@@ -270,6 +251,10 @@ def _mean_and_deviation(past, loss):
 def _both_sides(past, loss):
     recent = [x for x in past[-30:] if x == x]
     return loss != loss or (len(recent) > 9 and abs(loss / statistics.median(recent) - 1) > 0.3)
+
+
+def _never_nan(past, loss):
+    return len(past) > 9 and loss > 1.7 * statistics.median(past[-24:])
 
 
 def _against_the_start(past, loss):
@@ -323,43 +308,32 @@ def _no_progress(beats, now, every, save_limit):
     return [r for r, b in last.items() if b.phase == "working" and now - began[r] > 10 * every]
 
 
-def _anybody(beats, now, every, save_limit):
-    return [b.rank for b in beats[-1:] if b.phase != "done" and now - b.received > 2 * every]
-
-
 # -------------------------------------------------------------------------------------------------------- not_restored
+STATES = {"held_out": "model", "batch": "data position", "lr": "scheduler", "loss": "random state"}
+
+
 def right_find(whole, resumed):
     """All that differs, then the cause that explains the rest."""
     whole = {r.step: r for r in whole}
     first = resumed[0]
     wrong = {k for k in ("held_out", "lr", "loss") if abs(getattr(first, k) / getattr(whole[first.step], k) - 1) > 1e-5}
     wrong |= {"batch"} if first.batch != whole[first.step].batch else set()
-    for sign, state in (
-        ("held_out", "model"),
-        ("batch", "data position"),
-        ("lr", "scheduler"),
-        ("loss", "random state"),
-    ):
+    for sign, state in STATES.items():
         if sign in wrong:
             return state
     return "optimizer" if any(abs(r.loss / whole[r.step].loss - 1) > 1e-5 for r in resumed) else "nothing"
 
 
 def _find(order=("held_out", "batch", "lr", "loss"), tolerance=1e-5, aligned=True):
-    names = {"held_out": "model", "batch": "data position", "lr": "scheduler", "loss": "random state"}
-
     def differ(a, b):
         return a != b if isinstance(a, str) else abs(a - b) > tolerance
 
     def find(whole, resumed):
-        pairs = (
-            [(next(w for w in whole if w.step == r.step), r) for r in resumed]
-            if aligned
-            else list(zip(whole, resumed, strict=False))
-        )
+        beside = [next(w for w in whole if w.step == r.step) for r in resumed] if aligned else whole
+        pairs = list(zip(beside, resumed, strict=False))
         for key in order:
             if differ(getattr(pairs[0][0], key), getattr(pairs[0][1], key)):
-                return names[key]
+                return STATES[key]
         return "optimizer" if any(differ(w.loss, r.loss) for w, r in pairs) else "nothing"
 
     return (find,)
@@ -377,9 +351,7 @@ RIGHT = {
 }
 WRONG = [
     ("one_file", (lambda: "learning_rate: 2e-3\n  max_steps: 6",), "line 2, column"),
-    ("one_file", (lambda: "- learning_rate",), "lines of `key: value`"),
     ("one_file", _run(learning_rate=1e-3), "by the wiki page"),
-    ("one_file", _run(learning_rate="fast"), "is no number"),
     ("one_file", _run(micro_batch_size=2), "the wiki page sets ACCUMULATE=2"),
     ("one_file", _run(micro_batch_size=1, gradient_accumulation_steps=2), "BATCH is 2"),
     ("one_file", _run(max_steps=None), "goes on to the end of the epoch"),
@@ -394,39 +366,23 @@ WRONG = [
     ("one_file", _run(bf16="auto"), "computes in fp32 everywhere"),
     ("one_file", _run(curriculum_sampling=None, seed=42), "shuffles them each epoch"),
     ("one_file", _run(shuffle_merged_datasets=None), "shuffles a dataset when it loads it"),
-    ("one_file", _run(base_model="smollm2"), "which is given"),
     ("one_file", _run(adam_epsilon=0.1), "the losses part at step 3"),  # step 1 and 2 come before the first real update
     ("switched", _proof(lambda m, p, s, w: ("FSDP2", p, s)), "it was DDP, and you say FSDP2"),
     ("switched", _proof(lambda m, p, s, w: ("DDP" if m == "alone" else m, p, s)), "it was alone"),
     ("switched", _proof(lambda m, p, s, w: (m.replace("ZeRO-1", "ZeRO-2"), p, s)), "it was ZeRO-1"),
     ("switched", _proof(lambda m, p, s, w: (m, 1 / len(w), s)), "not every method divides them"),
-    ("switched", _proof(lambda m, p, s, w: (m, w[0]["local_elements"], s)), "give their share"),
     ("switched", _proof(lambda m, p, s, w: (m, p, 2 * s)), "the share of Adam's states"),
-    (
-        "switched",
-        _proof(lambda m, p, s, w: (m, p, w[0]["optimizer_elements"] / 2 / w[0]["total_elements"])),
-        "states of the trained parameters alone",
-    ),
-    (
-        "switched",
-        _proof(lambda m, p, s, w: (m, w[-1]["local_elements"] / w[-1]["total_elements"], s)),
-        "on the rank that holds most",
-    ),
+    ("switched", _proof(_of_all_parameters), "states of the trained parameters alone"),
     ("switched", _switched(fsdp2={"fsdp_config": FSDP2["fsdp_config"]}), "does not say fsdp_version: 2"),
     ("switched", _switched(fsdp2={"fsdp_version": 2}), "Axolotl trains with DDP, and says nothing"),
     ("switched", _switched(fsdp2={"fsdp_version": 2, "fsdp_confg": {}}), "Axolotl knows fsdp_config"),
     ("switched", _switched(fsdp2={"fsdp": ["full_shard", "auto_wrap"]}), "is the list of FSDP1"),
     ("switched", _switched(fsdp2=FSDP2 | ZERO3), "would both shard the model"),
-    ("switched", _switched(fsdp2=FSDP2 | {"learning_rate": 1e-4}), "also sets learning_rate"),
     ("switched", _fsdp(auto_wrap_policy=None), "one unit, gathered at once"),
     ("switched", _fsdp(transformer_layer_cls_to_wrap="Qwen2DecoderLayer"), "LlamaDecoderLayer"),
     ("switched", _switched(zero3={"deepspeed": "zero3.json"}), "there is no file zero3.json"),
-    (
-        "switched",
-        _switched(zero3={"deepspeed": {"zero_optimization": {"stage": 2}} | AUTO}),
-        "shards the parameters too",
-    ),
-    ("switched", _switched(zero3={"deepspeed": {"zero_optimization": {"stage": 3}}}), '"auto", so that the batch'),
+    ("switched", _zero(AUTO, stage=2), "shards the parameters too"),
+    ("switched", _zero({}, stage=3), '"auto", so that the batch'),
     ("switched", _fsdp(state_dict_type="WHOLE"), "Axolotl does not run the overlay fsdp2"),
     ("broken_yamls", (lambda: MENDED | {"lab.yml": {}},), "is none of the files"),
     ("broken_yamls", (lambda: {"batch.yml": MENDED["batch.yml"]},), "colab.yml still waits"),
@@ -441,13 +397,8 @@ WRONG = [
     ("broken_yamls", _mend("shards.yml", deepspeed=None, fsdp_version=None, fsdp_config=None), "what is left is DDP"),
     ("broken_yamls", _mend("shards.yml", fsdp_version=None), "would both shard"),
     ("broken_yamls", _mend("wide.yml", gradient_accumulation_steps=8), "what stands there already"),
-    (
-        "broken_yamls",
-        _mend("wide.yml", micro_batch_size=1, gradient_accumulation_steps=16),
-        "4 ranks bring data, not 8",
-    ),
+    ("broken_yamls", _mend("wide.yml", micro_batch_size=1, gradient_accumulation_steps=16), "4 ranks bring data"),
     ("broken_yamls", _mend("wide.yml", micro_batch_size=4), "two are all that fits"),
-    ("broken_yamls", _mend("wide.yml", tensor_parallel_size=1), "has nothing to do with the mistake"),
     ("broken_yamls", _mend("night.yml", save_steps=50), "What lies in each checkpoint"),
     ("packing", (_pack(order=False), right_epoch), "first fit in the order given"),
     ("packing", (_pack(where="last"), right_epoch), "look into the last bin"),
@@ -461,13 +412,7 @@ WRONG = [
     ("packing", (right_pack, _epoch(long=True)), "Axolotl drops them"),
     ("packing", (right_pack, _epoch(ranks_too=False)), "forgets that the ranks share"),
     ("packing", (right_pack, _epoch(padding=lambda p, *_: 1 - p)), "share of real tokens"),
-    ("packing", (right_pack, _epoch(padding=lambda p, real, slots, everything: slots - real)), "give their share"),
-    (
-        "packing",
-        (right_pack, _epoch(padding=lambda p, real, slots, everything: 1 - everything / slots)),
-        "leave them out",
-    ),
-    ("packing", (right_pack, lambda *plan: right_epoch(*plan)[0]), "two numbers"),
+    ("packing", (right_pack, _epoch(padding=lambda p, slots, everything: 1 - everything / slots)), "leave them out"),
     ("survives", (_save(rename=False), _load()), "rename when the file is complete"),
     ("survives", (_save(sync=False), _load()), "fsync before you rename"),
     ("survives", (_save(delete="before", keep=1), _load()), "no checkpoint is left"),
@@ -475,10 +420,6 @@ WRONG = [
     ("survives", (_save(delete="never"), _load()), "remove older checkpoints"),
     ("survives", (_save(delete="never"), _load(key=lambda path: path.stem)), "compare the steps as numbers"),
     ("survives", (_save(swallow=True), _load()), "Let the error out"),
-    ("survives", (_save(drop="rng"), _load()), "rng is not what was saved"),
-    ("survives", (_save(), _load(empty=False)), "your code raised IndexError"),
-    ("survives", (_save(), lambda folder: (_load()(folder) or (0, None))[1]), "(step, state)"),
-    ("survives", (two_files, load_two), "not one file sooner"),
     ("survives", (with_pointer, by_pointer), "It met a torn file"),
     ("spike_detector", (lambda past, loss: loss > 4,), "a fixed number does not fit"),
     ("spike_detector", (lambda past, loss: len(past) > 20 and not loss < 4,), "a fixed limit does not know"),
@@ -486,13 +427,7 @@ WRONG = [
     ("spike_detector", (lambda past, loss: len(past) > 9 and loss > 1.5 * past[-1],), "the step before was lower"),
     ("spike_detector", (_both_sides,), "good news is no spike"),
     ("spike_detector", (_against_the_start,), "passed unseen"),
-    (
-        "spike_detector",
-        (lambda past, loss: len(past) > 9 and loss > 1.7 * statistics.median(past[-24:]),),
-        "math.isfinite",
-    ),
-    ("spike_detector", (lambda past, loss: past[-1] < loss / 2,), "your code raised IndexError"),
-    ("spike_detector", (lambda past, loss: torch.tensor([loss, loss]) > 4,), "should return True or False"),
+    ("spike_detector", (_never_nan,), "math.isfinite"),
     ("watchdog_rule", _hung(beats_allowed=1.5), "two whole heartbeats"),
     ("watchdog_rule", _hung(beats_allowed=3), "two heartbeats without a word"),
     ("watchdog_rule", _hung(clock="sent"), "the watchdog's own clock"),
@@ -503,14 +438,11 @@ WRONG = [
     ("watchdog_rule", _hung(deadlock=False), "nobody is left who could come"),
     ("watchdog_rule", _hung(who="all"), "you report rank 0"),
     ("watchdog_rule", (_no_progress,), "the number of the step stands still"),
-    ("watchdog_rule", (_anybody,), "you report"),
-    ("watchdog_rule", (lambda beats, now, every, save_limit: True,), "[] while all is well"),
     ("not_restored", _find(order=("loss", "held_out", "batch", "lr")), "the model was not restored"),
     ("not_restored", _find(order=("held_out", "loss", "batch", "lr")), "look at the batch first"),
     ("not_restored", _find(order=("held_out", "batch", "loss")), "the learning rate is another"),
     ("not_restored", _find(order=("held_out", "batch", "lr")), "what is left that a loss with dropout depends on"),
     ("not_restored", _find(tolerance=0.0), "the last digits differ"),
     ("not_restored", _find(aligned=False), "Compare the records of the same `step`"),
-    ("not_restored", (lambda whole, resumed: "the optimizer",), "is none of"),
     ("not_restored", (lambda whole, resumed: "nothing",), "weights that were not restored"),
 ]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.collectives.by_hand.peers import Peers, split
-from course_lib.collectives.by_hand.validation import check_list, check_pieces, check_same
+from course_lib.collectives.by_hand.validation import check_same
 
 
 @torch.no_grad()
@@ -31,42 +31,6 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, 
     check_same(peers, "ring.all_reduce", tensor, check=check)
     chunks = split(tensor, peers.size)
     _add_round(chunks, peers)
-    _copy_round(chunks, peers)
-
-
-@torch.no_grad()
-def reduce_scatter(
-    output: torch.Tensor, inputs: list[torch.Tensor], group: dist.ProcessGroup | None = None, *, check: bool = True
-) -> None:
-    """Fill ``output`` [as inputs[r]] with the sum over the ranks of their ``inputs[r]``, r being this rank's number.
-
-    ``inputs``, one tensor per rank of the group, may differ in size; they keep their values, so a copy is made.
-
-    Raises:
-        ValueError: as :func:`all_reduce`; or the list does not hold one tensor per rank.
-    """
-    peers = Peers(group)
-    inputs = check_list(peers, "ring.reduce_scatter", inputs)
-    check_pieces(peers, "ring.reduce_scatter", inputs, [output] * peers.size, check=check)
-    chunks = [piece.flatten().clone() for piece in inputs]
-    _add_round(chunks, peers)
-    output.view(-1).copy_(chunks[peers.rank])
-
-
-@torch.no_grad()
-def all_gather(
-    outputs: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, check: bool = True
-) -> None:
-    """Fill ``outputs[i]`` on every rank with rank i's ``tensor``; shards may differ in size.
-
-    Raises:
-        ValueError: as :func:`all_reduce`; or the list does not hold one tensor per rank.
-    """
-    peers = Peers(group)
-    outputs = check_list(peers, "ring.all_gather", outputs)
-    check_pieces(peers, "ring.all_gather", [tensor] * peers.size, outputs, check=check)
-    chunks = [piece.view(-1) for piece in outputs]
-    chunks[peers.rank].copy_(tensor.view(-1))
     _copy_round(chunks, peers)
 
 

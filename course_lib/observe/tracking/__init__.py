@@ -5,17 +5,7 @@
 >>> read(folder)[2]["loss"]                                         # [(step, value, time), …] of rank 2
 """
 
-from typing import Any
-
 from course_lib.observe.tracking.event_files import read
 from course_lib.observe.tracking.tracker import Tracker
 
-__all__ = ["EveryRank", "Tracker", "read"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "EveryRank":  # a subclass of Transformers' own: imported when it is asked for
-        from course_lib.observe.tracking.callback import EveryRank
-
-        return EveryRank
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["Tracker", "read"]
