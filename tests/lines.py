@@ -35,7 +35,7 @@ ROOMS = {
     "course_checks": (10740, 3850),
     "classroom": (1643, 1200),
     "tests/planted": (3587, 1300),
-    "tests": (13182, 9700),
+    "tests": (13193, 9700),
     "benchmarks": (1429, 1000),
     "site": (506, 450),
 }

@@ -64,11 +64,17 @@ def read(path: Path, exit_code: int) -> Report:
 
 
 def _name(case: ElementTree.Element) -> str:
-    """``tests/test_x.py::TestClass::test_y``, as pytest takes it."""
-    file, name = case.get("file", ""), case.get("name", "")
-    module = file.removesuffix(".py").replace("/", ".")
-    inside = case.get("classname", "").removeprefix(module).strip(".")
-    return "::".join(filter(None, (file, inside if file.endswith(".py") else "", name)))
+    """``tests/test_x.py::TestClass::test_y``, as pytest takes it.
+
+    The report's own file is the one where a function stands: for a test that a class inherits, not the one to run.
+    """
+    file, name, words = case.get("file", ""), case.get("name", ""), case.get("classname", "").split(".")
+    if file.endswith(".ipynb"):
+        return f"{file}::{name}"
+    for end in range(len(words), 0, -1):
+        if Path(module := "/".join(words[:end]) + ".py").is_file():
+            return "::".join([module, *words[end:], name])
+    return f"{file}::{name}"
 
 
 def _reason(outcome: ElementTree.Element) -> str:

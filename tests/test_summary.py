@@ -10,7 +10,12 @@ import nbformat
 import pytest
 
 SUMMARY = Path(__file__).with_name("summary.py")
+INHERITED = """
+class Inherited:
+    def test_twice_wrong(self, broken): raise ValueError("test")
+"""
 PLANTED = """
+import elsewhere
 import pytest
 
 @pytest.fixture
@@ -21,8 +26,7 @@ def broken():
 def test_passes(): ...
 @pytest.mark.parametrize("x", [1, 2])
 def test_one_of_two(x): assert x == 1, "planted\\nin two lines"
-class TestInside:
-    def test_twice_wrong(self, broken): raise ValueError("test")
+class TestInside(elsewhere.Inherited): ...
 def test_afterwards(broken): ...
 @pytest.mark.skip
 def test_skipped(): ...
@@ -70,6 +74,7 @@ def summary_of(folder: Path, *runs: str) -> tuple[int, list[str]]:
 
 
 def test_the_summary_names_every_failure_of_every_run(tmp_path):
+    (tmp_path / "elsewhere.py").write_text(INHERITED)
     first = run_of(tmp_path, "test_a.py", PLANTED)
     second = run_of(tmp_path, "test_b.py", "def test_passes(): ...")
     third = run_of(tmp_path, "test_c.py", "import nothing_of_this_name")
