@@ -2,7 +2,7 @@
 # The suite on what newcomers have: every Python at hand, the PyTorch versions that pip can get, an older CPU, a browser.
 # Each row runs in a clone of its own under build/matrix, of what is committed; the rows' last lines stand in its table.
 #
-#     tests/matrix.sh [PYTHON ...]      for example python3.12 python3.13; without: every one that is installed
+#     tests/matrix.sh [PYTHON ...]      for example python3.12 /opt/python3.13/bin/python3; without: every one on the PATH
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 [ -z "$(git status --porcelain)" ] || echo "Not committed, and so not tried: $(git status --short | wc -l) files."
@@ -24,7 +24,7 @@ row() { # name, Python, torch (empty: the pin), make's target, environment...
     ) >"$folder.log" 2>&1 </dev/null || status=1
     local last="$folder/build/test/summary.txt"
     [ -f "$last" ] || last=$folder.log
-    printf '%-24s %s\n' "$name" "$(tail -n 1 "$last")" | tee -a "$table"
+    printf '%-24s %s\n' "$name" "$(grep -v '^make' "$last" | tail -n 1)" | tee -a "$table"
     rm -rf "$folder"
 }
 
@@ -34,7 +34,7 @@ if [ $# = 0 ]; then
         "python$version" -c '' 2>/dev/null && pythons+=("python$version")
     done
 fi
-for python in "${pythons[@]}"; do row "$python" "$python" "" test; done
+for python in "${pythons[@]}"; do row "$(basename "$python")" "$python" "" test; done
 row torch-2.14 "${pythons[0]}" 2.14 test
 row older-cpu "${pythons[0]}" "" test ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 row browser "${pythons[0]}" "" test-browser
