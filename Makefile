@@ -37,7 +37,7 @@ $(error ENV=$(ENV) is not known: leave it out for a .venv in this folder, or wri
 endif
 
 help: ## show this list
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "  ENV=active         use the active conda, Colab or venv environment instead of .venv; its torch stays as it is"
 	@echo "  PYTHON=python3.12  the Python (3.11 to 3.13) that .venv is made with"
