@@ -100,6 +100,17 @@ def test_a_rank_that_exits_dies_or_returns_early_is_named(tmp_path):
     children_end(tmp_path, 6 * 3)
 
 
+def test_a_rank_that_fails_is_heard_though_nobody_joins_what_it_has_begun():
+    def begin_and_fail():
+        if dist.get_rank() == 1:
+            dist.all_reduce(torch.ones(1), async_op=True)
+            raise MemoryError("planted")
+        dist.recv(torch.ones(1), src=1)
+
+    failure = rank_fails(begin_and_fail, ranks=2)
+    assert (failure.rank, failure.cause_type, failure.cause_message) == (1, "MemoryError", "planted")
+
+
 def hangs(function, *args, ranks=3, timeout=2.0) -> str:
     with pytest.raises(RanksHung) as caught:
         launch(function, *args, ranks=ranks, timeout=timeout)

@@ -14,10 +14,15 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from course_lib.files import write_atomically
 from course_lib.launch.group import LOOPBACK, process_group
+
+if TYPE_CHECKING:
+    from course_lib.observe.recorder import Recorder
 
 # What a rank hears when a *peer* died or left: an effect of somebody else's failure, hardly ever the cause.
 PEER_LOST = (
@@ -94,21 +99,26 @@ def main(folder: str) -> None:
     # a child of a forkserver makes its own children by forkserver too: a DataLoader's workers would import all anew
     multiprocessing.set_start_method(job.start_method, force=True)
     sys.path[:] = job.path  # as it is: multiprocessing writes the folder of the start in the place of ""
-    failure = _run(rank, job, folder)
-    if failure is not None:
-        write_atomically(f"{folder}/error{rank}", json.dumps(asdict(failure)).encode())
-        if failure.lost_peer:
-            time.sleep(GRACE)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # the reason is on disk; a clean-up that waits for lost peers would only delay it
+    try:
+        _run(rank, job, folder)
+    except BaseException as error:  # SystemExit too: a rank that calls sys.exit(3) has not returned a result
+        _end(_failure(rank, "raised", error), folder)
 
 
-def _run(rank: int, job: Job, folder: str) -> Failure | None:
+def _end(failure: Failure, folder: str) -> NoReturn:
+    """Leave the reason on disk and end this rank, without a clean-up that could wait for what its peers never join."""
+    write_atomically(f"{folder}/error{failure.rank}", json.dumps(asdict(failure)).encode())
+    if failure.lost_peer:
+        time.sleep(GRACE)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _run(rank: int, job: Job, folder: str) -> None:
     import cloudpickle
     import torch
 
-    from course_lib.observe import memory, wire
     from course_lib.observe.collectives import Pulse
     from course_lib.observe.recorder import Recorder
 
@@ -116,40 +126,52 @@ def _run(rank: int, job: Job, folder: str) -> Failure | None:
     # as torchrun does: a library that finds it unset, Accelerate for one, chooses a number of its own, and says so
     os.environ.setdefault("OMP_NUM_THREADS", str(job.threads))
     try:
-        function, args, kwargs = cloudpickle.loads(job.function)
+        call = cloudpickle.loads(job.function)
     except Exception as error:  # whatever a learner's module does on import
-        return _failure(rank, "arrival", error)
+        _end(_failure(rank, "arrival", error), folder)
     recorder = Recorder(pulse=Pulse(f"{folder}/pulse{rank}")).install()
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"] = LOOPBACK
+    with process_group(job.backend, init_method=f"file://{folder}/store", timeout=job.timeout + 60):
+        write_atomically(f"{folder}/joined{rank}", b"")
+        _wait_for_all(f"{folder}/joined", job.ranks)
+        try:
+            packed = _packed(rank, folder, recorder, *call)
+        except BaseException as error:  # caught in here: the way out of the group may wait for the peers
+            _end(_failure(rank, "raised", error), folder)
+        write_atomically(f"{folder}/result{rank}", packed)
+        _wait_for_all(f"{folder}/result", job.ranks, LINGER)
+
+
+def _packed(
+    rank: int,
+    folder: str,
+    recorder: Recorder,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> bytes:
+    """What the function returns, with the report of its run, as the notebook reads it."""
+    import cloudpickle
+
+    from course_lib.observe import memory, wire
+
+    memory.start_process_peak()
+    wire_before = wire.sent_bytes()
+    began = time.perf_counter()
+    value = function(*args, **kwargs)
+    seconds = time.perf_counter() - began
+    wire_after = wire.sent_bytes()
+    report = {
+        "collectives": recorder.collect(),
+        "memory": memory.process_report(),
+        "seconds": seconds,
+        "wire_bytes": None if None in (wire_before, wire_after) else wire_after - wire_before,
+        "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
+    }
     try:
-        with process_group(job.backend, init_method=f"file://{folder}/store", timeout=job.timeout + 60):
-            write_atomically(f"{folder}/joined{rank}", b"")
-            _wait_for_all(f"{folder}/joined", job.ranks)
-            memory.start_process_peak()
-            wire_before = wire.sent_bytes()
-            began = time.perf_counter()
-            value = function(*args, **kwargs)
-            seconds = time.perf_counter() - began
-            wire_after = wire.sent_bytes()
-            report = {
-                "collectives": recorder.collect(),
-                "memory": memory.process_report(),
-                "seconds": seconds,
-                "wire_bytes": None if None in (wire_before, wire_after) else wire_after - wire_before,
-                "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
-            }
-            try:
-                packed = cloudpickle.dumps((value, report))
-            except Exception as error:  # cloudpickle raises what the object's own __reduce__ raises
-                return _failure(rank, "result", error, named=type(value).__name__)
-            del value
-            write_atomically(f"{folder}/result{rank}", packed)
-            _wait_for_all(f"{folder}/result", job.ranks, LINGER)
-    except BaseException as error:  # SystemExit too: a rank that calls sys.exit(3) has not returned a result
-        if isinstance(error, SystemExit) and not error.code and os.path.exists(f"{folder}/result{rank}"):
-            return None
-        return _failure(rank, "raised", error)
-    return None
+        return cloudpickle.dumps((value, report))
+    except Exception as error:  # cloudpickle raises what the object's own __reduce__ raises
+        _end(_failure(rank, "result", error, named=type(value).__name__), folder)
 
 
 def _wait_for_all(path: str, ranks: int, seconds: float = float("inf")) -> None:

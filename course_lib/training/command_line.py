@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
-from course_lib.launch import process_group
+from course_lib.launch.group import end_process, process_group
 from course_lib.observe import Outcome
 
 
@@ -41,29 +43,35 @@ def parse(train: Callable[..., Any], argv: Sequence[str] | None = None) -> dict[
 def run(train: Callable[..., Outcome], argv: Sequence[str] | None = None, *, own_group: bool = True) -> None:
     """Run ``train`` on this rank with the process group up; rank 0 prints its outcome as one line of JSON.
 
+    Under a launcher the process ends here, and at once where ``train`` fails: its peers hear of it, and nobody waits
+    for what they will never join.
+
     Args:
-        own_group: False for a program that brings the process group up by itself (Accelerate, Lightning).
+        own_group: False for a program that brings the process group up by itself, as Accelerate does.
     """
     arguments = parse(train, argv)
-    if own_group:
-        with process_group():
+    launched = "RANK" in os.environ
+    with process_group() if own_group else nullcontext():
+        try:
             outcome = train(**arguments)
-    else:
-        outcome = train(**arguments)
-        _leave_together()
-    if outcome.rank == 0:
-        print(json.dumps(asdict(outcome)))
-        sys.stdout.flush()
+        except BaseException as error:
+            if not launched:
+                raise
+            _end_with(error)
+        if outcome.rank == 0:
+            print(json.dumps(asdict(outcome)), flush=True)
+    if launched:
+        end_process(0)
 
 
-def _leave_together() -> None:
-    """Take a process group down that Accelerate or Lightning left up, when all ranks have come here.
-
-    A rank that ends while another one's gloo threads still listen to it can abort that one (seen once, as
-    SIGABRT).
-    """
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+def _end_with(error: BaseException) -> NoReturn:
+    """End the process as the interpreter does for this exception, without what could hold it back."""
+    status = error.code if isinstance(error, SystemExit) else 1
+    if status is not None and not isinstance(status, int):  # sys.exit("a sentence")
+        print(status, file=sys.stderr)
+        status = 1
+    elif not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)
