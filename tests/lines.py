@@ -5,6 +5,7 @@ A change that makes a room smaller lowers its number here; one that must raise i
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -13,13 +14,13 @@ SLACK = 100  # lines that a room may lie below its number before the number has 
 
 # room: (lines that it may have today, lines that it should have one day)
 ROOMS = {
-    "course_lib/launch": (2902, 2300),
-    "course_lib/observe": (2228, 1150),
+    "course_lib/launch": (2985, 2300),  # how a rank's process ends: 83 lines, for a failure that nobody heard
+    "course_lib/observe": (2224, 1150),
     "course_lib/collectives": (1299, 650),
     "course_lib/memory": (2937, 2300),
     "course_lib/parallel": (691, 550),
     "course_lib/models": (737, 400),
-    "course_lib/training": (6139, 1200),
+    "course_lib/training": (6147, 1200),
     "course_lib/checkpoints": (1211, 400),
     "course_lib/notebook": (1247, 600),
     "course_lib/figures": (2027, 950),
@@ -31,11 +32,11 @@ ROOMS = {
     "course_tools/monitoring": (756, 450),
     "course_tools/doctor": (719, 450),
     "course_tools": (154, 150),
-    "course_checks/harness": (1029, 700),
+    "course_checks/harness": (1034, 700),
     "course_checks": (10740, 3850),
     "classroom": (1643, 1200),
     "tests/planted": (3587, 1300),
-    "tests": (13193, 9700),
+    "tests": (13321, 9700),
     "benchmarks": (1429, 1000),
     "site": (506, 450),
 }
@@ -47,13 +48,31 @@ def room_of(path: str) -> str | None:
     return max(rooms, key=len, default=None)
 
 
+def tracked(root: Path = ROOT) -> list[Path]:
+    """The files in git; in a copy without git, or where git refuses, every file but what a run leaves behind."""
+    try:
+        listed = subprocess.run(
+            ["git", "-C", str(root), "ls-files", "-z"], capture_output=True, text=True, check=True
+        ).stdout.split("\0")
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        listed = []
+    files = [root / name for name in listed if name and (root / name).is_file()]
+    if files:
+        return files
+    left_behind = r"\.venv|build|\.git|__pycache__|.*\.egg-info|\.\w+_cache|\.ipynb_checkpoints|lightning_logs"
+    return [
+        path
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and not any(re.fullmatch(left_behind, part) for part in path.relative_to(root).parts)
+    ]
+
+
 def count() -> dict[str, int]:
-    """Lines of the Python files in git, by room."""
-    listed = subprocess.run(["git", "-C", ROOT, "ls-files", "*.py"], capture_output=True, text=True, check=True).stdout
+    """Lines of the Python files, by room."""
     lines = dict.fromkeys(ROOMS, 0)
-    for path in listed.splitlines():
-        if (room := room_of(path)) and (ROOT / path).is_file():
-            lines[room] += len((ROOT / path).read_text(encoding="utf-8").splitlines())
+    for path in tracked():
+        if path.suffix == ".py" and (room := room_of(path.relative_to(ROOT).as_posix())):
+            lines[room] += len(path.read_text(encoding="utf-8").splitlines())
     return lines
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -49,25 +48,23 @@ end()
 
 # A rank that ends as a training program does, by `run`.
 PROGRAM = """
-import sys, time
+import atexit, sys, threading, time
 import torch, torch.distributed as dist
 from course_lib.observe import Outcome
 from course_lib.training.command_line import run
 
 
-class Slow:
-    def __del__(self, sleep=time.sleep):
-        sleep(2)
+class Late:
+    def __del__(self, print=print):
+        print("torn down")
 
 
 def train(*, how: str = "") -> Outcome:
     rank, value = dist.get_rank(), torch.ones(4)
-    if how == "held":  # something keeps the group, and with it a thread that wants to call back
-        main = sys.modules["__main__"]
-        main.group, main.slow = dist.group.WORLD, Slow()
-        work = dist.all_reduce(value, async_op=True)
-        work.get_future().then(lambda done: time.sleep(1))
-        work.wait()
+    if how == "ends":
+        sys.modules["__main__"].late = Late()
+        atexit.register(print, f"exit handler of rank {rank}")
+        threading.Timer(0.5, print, [f"thread of rank {rank}"]).start()
     elif rank == 1:
         dist.all_reduce(value, async_op=True)
         if how == "exits":
@@ -100,10 +97,10 @@ def test_a_thread_that_calls_back_at_the_end_aborts_only_who_did_not_wait_for_it
     assert [rank.returncode for rank in ranks] == [aborted, 0], errors
 
 
-def torchrun(tmp_path, how: str, ranks: int) -> subprocess.CompletedProcess:
+def torchrun(tmp_path, how: str) -> subprocess.CompletedProcess:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.run(
         [*launcher, str(program), "--how", how],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -113,14 +110,16 @@ def torchrun(tmp_path, how: str, ranks: int) -> subprocess.CompletedProcess:
     )
 
 
-def test_a_program_ends_well_though_something_holds_its_group(tmp_path):
-    ended = torchrun(tmp_path, "held", ranks=1)
+def test_a_program_that_ends_leaves_out_nothing_but_the_teardown(tmp_path):
+    ended = torchrun(tmp_path, "ends")
     assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout)["world_size"] == 1
+    for what in ("exit handler of rank", "thread of rank"):
+        assert [ended.stdout.count(f"{what} {rank}") for rank in range(2)] == [1, 1], ended.stdout
+    assert ended.stdout.count('"world_size": 2') == 1 and "torn down" not in ended.stdout
 
 
 @pytest.mark.parametrize(("how", "status", "words"), [("fails", 1, "MemoryError: planted"), ("exits", 3, "")])
 def test_a_program_that_fails_ends_at_once_with_its_reason(how, status, words, tmp_path):
-    ended = torchrun(tmp_path, how, ranks=2)
+    ended = torchrun(tmp_path, how)
     assert ended.returncode == 1
     assert words in ended.stderr and f"exitcode  : {status} " in ended.stderr and "SIGABRT" not in ended.stderr

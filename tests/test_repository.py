@@ -6,7 +6,6 @@ import ast
 import graphlib
 import json
 import re
-import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,25 +32,6 @@ MACHINE_PATH = re.compile(
     r"|(?<![\w.~$}-])/[\w./-]*site-packages/"
     r"|\b[A-Z]:\\+Users\\"
 )
-
-
-def tracked(root: Path = ROOT) -> list[Path]:
-    """The files in git; in a copy without git, or where git refuses, every file but what a run leaves behind."""
-    try:
-        listed = subprocess.run(
-            ["git", "-C", str(root), "ls-files", "-z"], capture_output=True, text=True, check=True
-        ).stdout.split("\0")
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        listed = []
-    files = [root / name for name in listed if name and (root / name).is_file()]
-    if files:
-        return files
-    left_behind = r"\.venv|build|\.git|__pycache__|.*\.egg-info|\.\w+_cache|\.ipynb_checkpoints|lightning_logs"
-    return [
-        path
-        for path in sorted(root.rglob("*"))
-        if path.is_file() and not any(re.fullmatch(left_behind, part) for part in path.relative_to(root).parts)
-    ]
 
 
 def strings(value: Any, key: str = "") -> Iterator[str]:
@@ -101,7 +81,7 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-FILES = tracked()
+FILES = lines.tracked()
 NOTEBOOKS = [path for path in FILES if path.suffix == ".ipynb"]
 MODULES = [path for path in FILES if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in PACKAGES]
 BY_NAME = {module_name(path): path for path in MODULES}

@@ -16,7 +16,7 @@ from course_lib.observe.tracking.event_files import EventFiles
 
 def test_every_metric_of_every_rank_comes_back(tmp_path):
     for rank in (0, 1):
-        with Tracker(tmp_path, rank=rank, world_size=2) as tracker:
+        with Tracker(tmp_path, rank=rank) as tracker:
             for step in range(50):
                 loss = torch.tensor(1.0 / (step + 1)) + rank  # tensors are read
                 tracker.log(step, loss=loss, tokens_per_second=100 * (rank + 1), skipped=None)
@@ -66,7 +66,6 @@ def test_what_cannot_be_tracked_or_read_is_refused(tmp_path):
     assert_refused(
         [
             (lambda: Tracker(tmp_path, rank=-1), ValueError, "rank=-1"),
-            (lambda: Tracker(tmp_path, rank=2, world_size=2), ValueError, "world_size=2"),
             (lambda: Tracker(tmp_path, rank=True), ValueError, "rank=True"),
             (lambda: read(tmp_path / "nothing"), ValueError, "folder of a"),
             (lambda: read(tmp_path / "empty"), ValueError, "no metric"),

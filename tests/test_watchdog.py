@@ -9,26 +9,19 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from urllib.error import HTTPError
 
 import psutil
 import pytest
 import torch
+from processes import until
 from refusals import assert_refused
 
 from course_lib.launch import RankFailed, launch
 from course_lib.observe.heartbeat import Heartbeat, read_beats
 from course_lib.observe.heartbeat.beats import Beat, write_beat
 from course_tools.monitoring import Watchdog, command, webhook
-
-
-def within(seconds: float, true: Callable[[], object]) -> bool:
-    deadline = time.monotonic() + seconds
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(true())
 
 
 def quiet(_: str) -> None:
@@ -66,7 +59,7 @@ def test_a_hung_rank_is_named_once_by_its_stack_and_reported_well_when_it_goes_o
     with Watchdog(tmp_path, ranks=2, tell=sentences.append) as watchdog:
         launch(steps_in_lockstep, str(tmp_path), steps=35, hang_at=25, ranks=2, timeout=120, quiet=True)
         assert sorted(watchdog.ages()) == [0, 1]
-        assert within(60, lambda: watchdog.finished)
+        until(lambda: watchdog.finished)
     (alarm,), (recovery,) = watchdog.alarms, watchdog.recoveries
     assert (alarm.rank, alarm.kind, alarm.step, alarm.phase) == (1, "hung", 25, "backward")
     assert alarm.stack[-1][2] == "steps_in_lockstep" and "# the planted hang" in alarm.sentence
@@ -91,14 +84,14 @@ def test_a_beat_writes_seldom_declares_at_once_and_tells_where_the_rank_is(tmp_p
             heartbeat.beat(step, "data", loss=0.5)
         assert read_beats(tmp_path)[3].total == 1
         with heartbeat.phase("saving", may_take=30):
-            assert within(60, lambda: read_beats(tmp_path)[3].phase == "saving")
+            until(lambda: read_beats(tmp_path)[3].phase == "saving")
             beat = read_beats(tmp_path)[3]
             assert (beat.may_take, beat.turn, beat.pid) == (30.0, 1, os.getpid())
-        assert within(60, lambda: read_beats(tmp_path)[3].phase == "data")
+        until(lambda: read_beats(tmp_path)[3].phase == "data")
         beat = read_beats(tmp_path)[3]
         assert (beat.may_take, beat.step, beat.born) == (None, 999, psutil.Process().create_time())
         os.kill(os.getpid(), signal.SIGUSR2)  # the watchdog's question
-        assert within(60, lambda: "test_a_beat_writes_seldom" in (tmp_path / "rank3.stack").read_text())
+        until(lambda: "test_a_beat_writes_seldom" in (tmp_path / "rank3.stack").read_text())
     assert json.loads((tmp_path / "rank3.json").read_text())["ended"] == "done" and no_thread_is_left()
 
 
@@ -107,10 +100,11 @@ def test_a_disk_that_fails_stops_nobody(tmp_path, capfd):
     with Heartbeat(folder, rank=0, every=0.02) as heartbeat:
         shutil.rmtree(folder)
         heartbeat.beat(1, "data")
-        assert within(60, lambda: heartbeat.problem) and "rank 0" in capfd.readouterr().err
+        until(lambda: heartbeat.problem)
+        assert "rank 0" in capfd.readouterr().err
         folder.mkdir()
         heartbeat.beat(3, "data")
-        assert within(60, lambda: not heartbeat.problem)
+        until(lambda: not heartbeat.problem)
     assert (read_beats(folder)[0].step, read_beats(folder)[0].ended) == (3, "done")
 
 
@@ -119,7 +113,7 @@ def test_files_of_an_earlier_run_are_no_news(tmp_path):
     with Watchdog(tmp_path, ranks=1, tell=quiet, start_within=0.3) as watchdog:
         assert watchdog.wait(60).kind == "never started"
         with Heartbeat(tmp_path, rank=0, every=0.5):
-            assert within(60, lambda: watchdog.recoveries)
+            until(lambda: watchdog.recoveries)
 
 
 # --------------------------------------------------------------------------------------------------------- the command
@@ -128,15 +122,15 @@ def test_the_command_watches_to_the_end_and_its_exit_code_says_whether_it_barked
     monkeypatch.setattr(command, "_print_with_time", sentences.append)
 
     def rank_that_is_started_again():
-        within(60, lambda: sentences)  # the watchdog watches
+        until(lambda: sentences)  # the watchdog watches
         try:
             with Heartbeat(tmp_path, rank=0, every=0.2) as heartbeat:
                 heartbeat.beat(9, "data")
                 raise ValueError("nan in the loss")
         except ValueError:
-            within(60, lambda: len(sentences) == 2)
+            until(lambda: len(sentences) == 2)
         with Heartbeat(tmp_path, rank=0, every=0.2):
-            within(60, lambda: len(sentences) == 3)
+            until(lambda: len(sentences) == 3)
 
     thread = threading.Thread(target=rank_that_is_started_again)
     thread.start()

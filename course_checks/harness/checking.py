@@ -15,7 +15,6 @@ verdict that names the learner's line. A wrong signature, type or dtype becomes 
 
 from __future__ import annotations
 
-import dis
 import functools
 import html
 import inspect
@@ -23,13 +22,13 @@ import re
 import sys
 import time
 import traceback
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from course_checks.harness.comparing import NotYet, close, ratio_hint, returned
 from course_checks.harness.guard import Guarded, time_limit
+from course_checks.harness.stubs import always_stops, untouched
 from course_lib.launch import RankFailed, RanksHung
 from course_lib.launch.failures import is_learners, place
 from course_lib.launch.threads import one_thread
@@ -122,11 +121,11 @@ class Exercise:
             wants = signature.parameters[name].annotation
             # A parameter takes a function unless the check annotates it as something else.
             function_wanted = wants is inspect.Parameter.empty or "Callable" in str(wants)
-            if value is ... or (value is None and not function_wanted) or _untouched(value):
+            if value is ... or (value is None and not function_wanted) or untouched(value):
                 return "not attempted", ""
             if function_wanted and not callable(value):
                 return "not yet", f"{NOT_ITS_RESULT}: {call}"
-        if given and all(map(_always_stops, given.values())):  # known without running it, which may start ranks
+        if given and all(map(always_stops, given.values())):  # known without running it, which may start ranks
             return "not attempted", ""
         return None
 
@@ -212,53 +211,6 @@ def _brief(kind: str, message: str) -> str:
 
 def _lacks_forward(message: str) -> bool:
     return 'is missing the required "forward" function' in message  # torch's words; no line of the learner's took part
-
-
-_IDLE = {"RESUME", "NOP", "CACHE", "COPY_FREE_VARS", "LOAD_CONST", "POP_TOP", "RETURN_VALUE", "RETURN_CONST"}
-
-
-def _untouched(value: Any) -> bool:
-    """True for a function whose whole body is `...`, `pass` or a docstring, and for a class of nothing but such."""
-    if isinstance(value, type):
-        if any(base is not object and not base.__module__.startswith("torch.") for base in value.__mro__[1:]):
-            return False  # what it inherits may be the work
-        methods = _methods(value)
-        return bool(methods) and all(map(_untouched, methods.values()))
-    if not isinstance(value, types.FunctionType):
-        return False
-    steps = list(dis.get_instructions(value))
-    if any(step.opname not in _IDLE for step in steps):
-        return False
-    loads = [step.argval for step in steps if step.opname in ("LOAD_CONST", "RETURN_CONST")]
-    return loads[-1] is None or loads[-1] is ...
-
-
-def _methods(cls: type) -> dict[str, types.FunctionType]:
-    members = {name: getattr(member, "__func__", member) for name, member in vars(cls).items()}
-    return {name: member for name, member in members.items() if isinstance(member, types.FunctionType)}
-
-
-def _always_stops(value: Any, *, follow: bool = True) -> bool:
-    """True where every call ends in `raise NotImplementedError`: a straight line to it, or to a neighbour's that does.
-
-    A class stops in its __init__, or in every method (a torch.autograd.Function has no __init__). What branches, loops
-    or catches may still come to an end of its own, so it has to run.
-    """
-    if isinstance(value, type):
-        methods = _methods(value)
-        first = [methods["__init__"]] if "__init__" in methods else list(methods.values())
-        return bool(first) and all(_always_stops(method, follow=follow) for method in first)
-    if not isinstance(value, types.FunctionType) or value.__code__.co_exceptiontable:
-        return False
-    steps = list(dis.get_instructions(value))
-    if any("JUMP" in step.opname for step in steps):
-        return False
-    names = [step.argval for step in steps if step.opname == "LOAD_GLOBAL"]
-    if "NotImplementedError" in names and any(step.opname == "RAISE_VARARGS" for step in steps):
-        return True
-    called = [value.__globals__.get(name) for name in names] if follow else []
-    neighbours = [each for each in called if getattr(each, "__module__", None) == value.__module__]  # no library's
-    return any(_always_stops(each, follow=False) for each in neighbours)
 
 
 class Lab:

@@ -22,20 +22,16 @@ class Tracker:
 
     Args:
         folder: of the run; the same for all ranks, and again after a restart.
-        rank, world_size: this rank's place; ``None`` reads ``RANK`` and ``WORLD_SIZE``, and is one of one without them.
+        rank: this rank; ``None`` reads ``RANK``, and is 0 without it.
 
     Raises:
-        ValueError: a rank outside of its world.
+        ValueError: a rank that is no whole number of at least 0.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], *, rank: int | None = None, world_size: int | None = None
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, rank: int | None = None) -> None:
         rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-        world_size = int(os.environ.get("WORLD_SIZE", str(rank + 1))) if world_size is None else world_size
-        for name, value, least in (("rank", rank, 0), ("world_size", world_size, rank + 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r}: a whole number of at least {least}; ranks count from 0.")
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+            raise ValueError(f"rank={rank!r}: a whole number of at least 0.")
         self.folder = Path(folder).resolve() / f"rank{rank}"
         self.rank = rank
         self.problem = ""  # why nothing is written any more

@@ -21,10 +21,10 @@ class Reports:
         heartbeat: folder of ``course_tools.monitoring``'s heartbeats; "" for none.
         every: seconds between two beats.
         tracker: folder for ``course_lib.observe.tracking``; None for none.
-        rank, world_size: this rank's place.
+        rank: this rank.
     """
 
-    def __init__(self, heartbeat: str, every: float, tracker: str | None, rank: int, world_size: int) -> None:
+    def __init__(self, heartbeat: str, every: float, tracker: str | None, rank: int) -> None:
         self._heartbeat: Any = None
         self._tracker: Any = None
         if heartbeat:
@@ -34,7 +34,7 @@ class Reports:
         if tracker:
             from course_lib.observe.tracking import Tracker
 
-            self._tracker = Tracker(tracker, rank=rank, world_size=world_size)
+            self._tracker = Tracker(tracker, rank=rank)
 
     def __enter__(self) -> Reports:
         self._open, self._since = ExitStack(), time.monotonic()

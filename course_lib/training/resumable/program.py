@@ -149,7 +149,7 @@ def train(
         check_same(data, asked, told["asked"], tell=rank == 0)
         return Progress(**told["progress"])
 
-    with one_thread(), Reports(heartbeat, heartbeat_every, tracker, rank, world_size) as reports:
+    with one_thread(), Reports(heartbeat, heartbeat_every, tracker, rank) as reports:
         newest = share(latest(checkpoint_dir) if checkpoint_dir and rank == 0 else None)
         if newest is not None and not resume:
             raise ValueError(f"{newest} is there already: resume from it, or give the new run a folder of its own.")
