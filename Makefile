@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-venv setup-active lab proof test test-browser test-all lines lesson lesson-number labs site bench lint clean FORCE
+.PHONY: help setup setup-venv setup-active lab proof test test-browser test-all gpu lines lesson lesson-number labs site bench lint clean FORCE
 
 # python3.11 first: it is the version that the tests were run with.
 PYTHONS := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3)
@@ -212,6 +212,11 @@ test-browser: setup ## what needs Chromium: the site and JupyterLab
 
 test-all: setup ## test and test-browser, then the suite on every other Python and PyTorch that can be had; takes hours
 	@tests/matrix.sh
+
+# Without a set-up: a machine with a GPU may have no network, and its own packages will do. What lacks one is skipped.
+gpu: ## measure what only a GPU can tell (PART=2 ONLY=qlora OUT=recordings); SMALL=1: all of it on a CPU, as a rehearsal
+	@$(if $(ENV),$(PY),$(or $(wildcard .venv/bin/python),python3)) -m benchmarks.gpu $(PART) $(if $(SMALL),--small) \
+		$(if $(ONLY),--only '$(ONLY)') $(if $(OUT),--out $(OUT))
 
 lines: setup ## lines of each room, beside what they may be and what they should become
 	@$(PY) tests/lines.py

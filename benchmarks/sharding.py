@@ -5,10 +5,8 @@
 3. Seconds a step and of starting: the course's FSDP2 program against Accelerate's, its ZeRO program by `launch` and torchrun
    against DeepSpeed's own launcher. Runs alternate, so that a noisy minute hits all of them.
 4. The peak of a step against `estimate`.
-5. On GPUs: tokens a second and peak of full, LoRA and QLoRA training with shapes of 1 and 8 billion parameters, written to
-   a file with their stamp. Without one nothing is written.
 
-    python benchmarks/sharding.py [--part N ...] [--rounds N] [--record FILE]
+    python benchmarks/sharding.py [--part N ...] [--rounds N]
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
-
-from sharding_on_gpu import recorded
 
 MIB, LIMIT, LOSS, PEAK = 2**20, 0.01, 1e-5, 0.05
 BUCKET = 1_000_000  # elements; DeepSpeed's own 500 million are 2 GB on every rank
@@ -266,14 +262,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", type=int, nargs="*", default=[], help="numbers of the parts to run; all without it")
     parser.add_argument("--rounds", type=int, default=3, help="of part 3")
-    parser.add_argument("--record", default="sharding_on_gpu.json", help="file of part 5")
     asked = parser.parse_args()
     parts: dict[str, Callable[[], dict[str, bool]]] = {
         "bytes at rest": resident,
         "losses": losses,
         "seconds": lambda: seconds(asked.rounds),
         "peak of a step": peaks,
-        "on GPUs": lambda: recorded(asked.record),
     }
     wanted = asked.part or list(range(1, len(parts) + 1))
     if asked.rounds < 1 or not all(1 <= number <= len(parts) for number in wanted):

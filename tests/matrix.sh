@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The suite on what newcomers have: every Python at hand, the PyTorch versions that pip can get, an older CPU, a browser.
+# The suite on what newcomers have: every Python at hand, the PyTorch versions that pip can get, an older CPU, a browser;
+# and the programme for a GPU, as a rehearsal.
 # Each row runs in a clone of its own under build/matrix, of what is committed; the rows' last lines stand in its table.
 #
 #     tests/matrix.sh [PYTHON ...]      for example python3.12 /opt/python3.13/bin/python3; without: every one on the PATH
@@ -38,5 +39,6 @@ for python in "${pythons[@]}"; do row "$(basename "$python")" "$python" "" test;
 row torch-2.14 "${pythons[0]}" 2.14 test
 row older-cpu "${pythons[0]}" "" test ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 row browser "${pythons[0]}" "" test-browser
+row gpu-rehearsal "${pythons[0]}" "" gpu SMALL=1
 echo; cat "$table"
 exit $status

@@ -1,0 +1,113 @@
+"""Llamas with random weights in the shape of published ones, and a training step of them: memory and speed ask no more."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from course_lib.memory import PRESETS
+from course_lib.training.finetune import building
+from course_lib.training.sharded.fsdp_sharding import blocks
+
+
+def llama(preset: str, *, device: Any, method: str = "full", precision: str = "bf16-mixed", **how: Any) -> Any:
+    """A Llama of that preset's shape, drawn on the device in the dtype it is kept in; `how` is `building.prepare`'s."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = PRESETS[preset]
+    config = LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=131072,
+        tie_word_embeddings=shape.tied,
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(building.dtypes(method, precision).weights)
+    try:
+        with torch.device(device):
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    return building.prepare(model, method=method, precision=precision, device=device, **how)
+
+
+def loss_of(model: Any, kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Token ids (sequences, tokens) -> mean loss.
+
+    "eager": as transformers computes it, with all logits in fp32. "chunked": 1,024 tokens' logits at a time, computed
+    again in backward. "fused": output layer and loss compiled together.
+    """
+    if kind == "eager":
+        return lambda ids: model(input_ids=ids, labels=ids).loss
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def total(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(base.lm_head(hidden).float(), targets, reduction="sum")
+
+    one = torch.compile(total) if kind == "fused" else total
+
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        hidden = base.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
+        targets = ids[:, 1:].flatten()
+        if kind == "fused":
+            return one(hidden, targets) / len(targets)
+        pairs = zip(hidden.split(1024), targets.split(1024), strict=True)
+        return sum(checkpoint(one, h, t, use_reentrant=False) for h, t in pairs) / len(targets)
+
+    return loss
+
+
+class Training:
+    """A model, an optimizer and a batch; `step()` trains once and returns the loss, on its device."""
+
+    def __init__(
+        self,
+        preset: str,
+        *,
+        device: Any,
+        precision: str,
+        optimizer: str = "adamw",
+        loss: str = "eager",
+        compiled: bool = False,
+        micro_batch_size: int,
+        seq_len: int,
+        **how: Any,
+    ) -> None:
+        self.device, self.precision = torch.device(device), precision
+        self.model = llama(preset, device=self.device, precision=precision, **how)
+        self.optimizer = building.build_optimizer(building.trainable(self.model), optimizer, 1e-4)
+        self.scaler = building.grad_scaler(precision, self.device)
+        self.ids = torch.randint(0, PRESETS[preset].vocab, (micro_batch_size, seq_len), device=self.device)
+        if compiled:  # the blocks are alike, so one compilation serves all of them
+            for block in blocks(self.model):
+                block.compile()
+        self.loss = loss_of(self.model, loss)
+
+    def step(self) -> torch.Tensor:
+        with building.autocast(self.precision, self.device):
+            loss = self.loss(self.ids)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def free(device: torch.device) -> None:
+    """Give back what nobody holds, so that the next piece starts on an empty card."""
+    torch.compiler.reset()  # else a second model's blocks count as recompilations of the first's
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
