@@ -108,19 +108,19 @@ def measured(case: Case, part: Part) -> Iterable[Row]:
     if case.fill:
         settings["micro_batch_size"] = filling(case, settings, card, part)
     told = estimate(case.model, device=part.device.type, **settings)
-    values = {"held_out": case.held_out, "settings": settings, "loss": case.loss, "card": card}
-    values |= {"predicted_allocated": told.allocated, "predicted_reserved": told.reserved.expected}
-    values |= {"predicted_context": told.cuda_context, "predicted_fits": told.fits(card)}
+    found: dict[str, Any] = {}
     training = None
     try:
         training = Training(case.model, device=part.device, loss=case.loss, **settings)
-        values |= on_gpu(training) if part.on_gpu else on_cpu(training)
+        found = on_gpu(training) if part.on_gpu else on_cpu(training)
     except torch.OutOfMemoryError as error:
-        values["out_of_memory"] = str(error).split("\n")[0][:200]
+        found = {"out_of_memory": str(error).split("\n")[0][:200]}
     finally:
         training = None
         free(part.device)
-    yield "step", case.name, values
+    predicted = {"allocated": told.allocated, "reserved": told.reserved.expected, "context": told.cuda_context}
+    found |= {f"predicted_{what}": size for what, size in predicted.items()} | {"predicted_fits": told.fits(card)}
+    yield "step", case.name, found | {"card": card, "held_out": case.held_out, "loss": case.loss, "settings": settings}
 
 
 def filling(case: Case, settings: dict[str, Any], card: int, part: Part) -> int:
