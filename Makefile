@@ -216,7 +216,7 @@ test-all: setup ## test and test-browser, then the suite on every other Python a
 # Without a set-up: a machine with a GPU may have no network, and its own packages will do. What lacks one is skipped.
 gpu: ## measure what only a GPU can tell (PART=2 ONLY=qlora OUT=recordings); SMALL=1: all of it on a CPU, as a rehearsal
 	@$(if $(ENV),$(PY),$(or $(wildcard .venv/bin/python),python3)) -m benchmarks.gpu $(PART) $(if $(SMALL),--small) \
-		$(if $(ONLY),--only '$(ONLY)') $(if $(OUT),--out $(OUT))
+		$(if $(ONLY),--only '$(ONLY)') $(if $(MINUTES),--minutes $(MINUTES)) $(if $(OUT),--out $(OUT))
 
 lines: setup ## lines of each room, beside what they may be and what they should become
 	@$(PY) tests/lines.py

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,11 +58,13 @@ def lesson(part: Part, name: str, precision: str) -> Iterable[Row]:
     with weights(part) as (variables, which):
         began = time.monotonic()
         done, errors = execute(notebook, ROOT / "lessons", part, **variables)
-    took = json.loads(text_of(done).rpartition("took:")[2] or "{}")
     kept = part.folder / f"{Path(name).stem}_{precision.split()[0]}.ipynb"
     part.folder.mkdir(parents=True, exist_ok=True)
     nbformat.write(done, kept)
-    values = {"seconds": time.monotonic() - began, "errors": errors, "weights": which} | took
+    took = re.findall(r"^took: (.*)$", text_of(done), re.MULTILINE)
+    values = {"seconds": time.monotonic() - began, "errors": errors, "weights": which} | json.loads(
+        took[0] if took else "{}"
+    )
     yield "failed" if errors else "lesson", f"{name}, {precision}", values | {"why": errors[0]} if errors else values
 
 
@@ -89,7 +92,7 @@ def execute(notebook: Any, folder: str | os.PathLike[str], part: Part, **variabl
         environment = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "BEYOND_ONE_GPU_HOME": own, "IPYTHONDIR": own}
         client = NotebookClient(
             notebook,
-            timeout=int(part.seconds_left),
+            timeout_func=lambda cell: int(part.seconds_left),
             allow_errors=True,
             extra_arguments=["--log-level=ERROR"],
             resources={"metadata": {"path": str(folder)}},

@@ -19,7 +19,6 @@ from course_lib.memory import estimate
 from course_lib.observe import MemoryProbe
 from course_lib.units import GIB
 
-STEPS = 3
 MEDIAN, WORST = 0.08, 0.15  # goals: error of `reserved`
 DEFAULTS = {"method": "full", "precision": "bf16-mixed", "optimizer": "adamw", "activation_checkpointing": "none"}
 
@@ -53,6 +52,8 @@ def cases() -> list[Case]:
     bf16, long = {"precision": "bf16", "seq_len": 2048}, {"seq_len": 2048}
     fixed, middle = {"micro_batch_size": 4, "seq_len": 2048}, {"micro_batch_size": 8, "seq_len": 1024}
     return [
+        case(small, **middle),
+        case(one, 0.5, **long, held_out=True),
         case(eight, 0.85, **bf16, **full),
         case(eight, 0.95, **bf16, **full, held_out=True),
         case(eight, 1.4, **bf16, **full, held_out=True),  # shall not fit
@@ -60,12 +61,11 @@ def cases() -> list[Case]:
         case(eight, 0.5, method="lora", **long, held_out=True),
         case(eight, 0.5, method="qlora", seq_len=4096, **full),
         case(eight, 0.75, optimizer="adamw8bit", **bf16, **some, held_out=True),
-        case(one, 0.2, **long),
-        case(one, 0.5, **long, held_out=True),
+        case(one, 0.35, **long),
         case(one, 0.95, **long),
         case(one, 0.8, **long, **full, held_out=True),
         case(one, 0.4, **long, **some),
-        case(one, 0.45, attention="eager", **long),
+        case(one, 0.7, attention="eager", **long),
         case(one, 0.6, **bf16),
         case(one, 0.7, precision="fp32", **long, held_out=True),
         case(one, 0.75, method="lora", **long, **some),
@@ -75,14 +75,13 @@ def cases() -> list[Case]:
         case(one, loss="chunked", **fixed),
         case(one, loss="fused", **fixed),
         case(small, micro_batch_size=1, seq_len=512),
-        case(small, **middle),
         case(small, **middle, **some, held_out=True),
         case(small, **middle, **full),
         case(small, attention="eager", **middle, held_out=True),
         case(small, precision="fp16-mixed", **middle),
         case(small, optimizer="adamw8bit", **middle, held_out=True),
         case(small, method="lora", **middle),
-        case(small, 0.1, **long),
+        case(small, 0.2, **long),
     ]
 
 
@@ -112,8 +111,12 @@ def measured(case: Case, part: Part) -> Iterable[Row]:
     training = None
     try:
         training = Training(case.model, device=part.device, loss=case.loss, **settings)
-        found = on_gpu(training) if part.on_gpu else on_cpu(training)
-    except torch.OutOfMemoryError as error:
+        found = on_gpu(training, 2 if "8b" in case.model else 3) if part.on_gpu else on_cpu(training)
+    except (
+        RuntimeError
+    ) as error:  # where the allocator has taken all, what fails may be cuBLAS or a kernel that is loaded
+        if not any(sign in str(error) for sign in ("out of memory", "ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")):
+            raise
         found = {"out_of_memory": str(error).split("\n")[0][:200]}
     finally:
         training = None
@@ -138,9 +141,11 @@ def filling(case: Case, settings: dict[str, Any], card: int, part: Part) -> int:
     return size
 
 
-def on_gpu(training: Training) -> dict[str, Any]:
+def on_gpu(training: Training, steps: int) -> dict[str, Any]:
     torch.cuda.empty_cache()  # what building took besides
-    for number in range(STEPS):
+    torch.cuda.reset_accumulated_memory_stats()
+    held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    for number in range(steps):
         if number < 2:  # the first step makes Adam's state
             torch.cuda.reset_peak_memory_stats()
         loss = training.step()
@@ -150,7 +155,10 @@ def on_gpu(training: Training) -> dict[str, Any]:
         "allocated": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),
         "context": total - free_bytes - torch.cuda.memory_reserved(),
-        "retries": torch.cuda.memory_stats()["num_alloc_retries"],  # of all steps of this process
+        "retries": torch.cuda.memory_stats()[
+            "num_alloc_retries"
+        ],  # the allocator gave segments back: reserved is no peak
+        "held_before": held,
         "last_loss": loss.item(),
     }
 
@@ -167,7 +175,8 @@ def on_cpu(training: Training) -> dict[str, Any]:
 def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     """Every step's error; then median and worst, of the rows to fit and of those held out, and whether "fits" was right.
 
-    `estimate` knows the eager loss only: rows with another one are shown and not counted.
+    `estimate` knows the eager loss only: rows with another one are shown and not counted. Nor are those, for `reserved`,
+    where the allocator had to give segments back ("trimmed").
     """
     steps = [row for row in rows if row["kind"] == "step"]
     yield f"  {'GiB':78}{'allocated':>18}{'reserved':>18}{'context':>9}"
@@ -179,12 +188,14 @@ def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
             for what in ("allocated", "reserved")
         ]
         context = f"{row['context'] / GIB:9.2f}" if "context" in row else f"{'-':>9}"
-        note = " out of memory" * ("out_of_memory" in row) + " held out" * row["held_out"]
+        note = " out of memory" * ("out_of_memory" in row) + " trimmed" * bool(row.get("retries"))
+        note += " held out" * row["held_out"]
         yield f"  {row['name'][:78]:78} {pair[0]} {pair[1]}{context}{note}"
     for held_out, words in ((False, "to fit"), (True, "held out")):
         counted = [row for row in steps if row["held_out"] is held_out and row["loss"] == "eager"]
         for what in ("allocated", "reserved"):
-            if off := [abs(row[f"predicted_{what}"] / row[what] - 1) for row in counted if row.get(what)]:
+            whole = [row for row in counted if row.get(what) and not (what == "reserved" and row.get("retries"))]
+            if off := [abs(row[f"predicted_{what}"] / row[what] - 1) for row in whole]:
                 said = (
                     f"  {words}, {what}: median {statistics.median(off):.1%}, worst {max(off):.1%} of {len(off)} rows"
                 )

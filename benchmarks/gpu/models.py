@@ -38,7 +38,13 @@ def llama(preset: str, *, device: Any, method: str = "full", precision: str = "b
             model = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
-    return building.prepare(model, method=method, precision=precision, device=device, **how)
+    model = building.prepare(model, method=method, precision=precision, device=device, **how)
+    if method == "qlora" and torch.device(device).type == "cuda":
+        # nobody else has the whole model on the card unquantized: what is left of it must not look like the allocator's waste
+        model.to("cpu")
+        torch.cuda.empty_cache()
+        model.to(device)
+    return model
 
 
 def loss_of(model: Any, kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -109,5 +115,6 @@ def free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # the caching allocator's, and in the midst of its segments
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

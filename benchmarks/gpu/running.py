@@ -52,10 +52,12 @@ class Part:
         folder: for results. rows: by (kind, name), earlier runs' included.
     """
 
-    def __init__(self, name: str, device: torch.device, *, small: bool, folder: Path, command: str) -> None:
+    def __init__(
+        self, name: str, device: torch.device, *, small: bool, folder: Path, command: str, limit: float = LIMIT
+    ) -> None:
         self.name, self.device, self.small, self.folder = name, device, small, folder
         self.on_gpu = device.type == "cuda"
-        self.ends = time.monotonic() + LIMIT
+        self.ends = time.monotonic() + limit
         self.path = folder / f"{name}.json"
         self.stamp = full_stamp(self.on_gpu) | {"small": small, "command": command}
         self.rows: dict[tuple[str, str], dict[str, Any]] = {}
@@ -154,8 +156,14 @@ def _short(value: Any) -> str:
     return f"{value:,}" if type(value) is int else str(value)
 
 
-def python(part: Part, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Another Python with the course on its path, for as long as the part has time."""
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=part.seconds_left
+def python(part: Part, *arguments: str) -> tuple[str, str]:
+    """What another Python prints, on stdout and stderr, until it ends or the part has no more time."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+    try:
+        return process.communicate(timeout=part.seconds_left)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, errors = process.communicate()
+        return output, f"{errors}\nended, for the part's time was up"

@@ -19,7 +19,6 @@ from course_lib.memory import PRESETS, flops_per_token
 from course_lib.memory.cards import CARDS
 
 WARM_UP, STEPS = 3, 6
-Timed = tuple[float, torch.Tensor | float]  # median seconds of a step, the last loss
 
 
 def pieces(part: Part) -> Iterator[Piece]:
@@ -70,11 +69,11 @@ def beside_the_trainer(part: Part, model: str, settings: dict[str, Any]) -> Iter
 
 
 def trained(
-    part: Part, model: str, settings: dict[str, Any], way: str, run: Callable[[Part, str, dict[str, Any]], Timed]
+    part: Part, model: str, settings: dict[str, Any], way: str, run: Callable[[Part, str, dict[str, Any]], float]
 ) -> Iterable[Row]:
     """Tokens a second, the model's FLOP/s (causal attention, nothing counted twice), and their share of the data sheet's."""
     free(part.device)
-    seconds, loss = run(part, model, settings)
+    seconds = run(part, model, settings)
     tokens = settings["micro_batch_size"] * settings["seq_len"] / seconds
     frozen = settings["method"] != "full"
     rate = tokens * flops_per_token(PRESETS[model], settings["seq_len"], frozen=frozen, causal=True)
@@ -82,7 +81,6 @@ def trained(
         "step_seconds": seconds,
         "tokens_per_second": tokens,
         "tflops": rate / 1e12,
-        "loss": float(loss),
         "settings": settings,
     }
     if peak := card_peak(part):
@@ -103,14 +101,12 @@ def card_peak(part: Part) -> float:
     return min(near, key=lambda card: abs(card.memory - total)).peak_flops if near else 0.0
 
 
-def ours(part: Part, model: str, settings: dict[str, Any]) -> Timed:
-    training = Training(model, device=part.device, **settings)
-    losses: list[torch.Tensor] = []
-    seconds = seconds_of(lambda: losses.append(training.step()), part, 2 if part.small else STEPS)
-    return seconds, losses[-1]
+def ours(part: Part, model: str, settings: dict[str, Any]) -> float:
+    """Median seconds of a step."""
+    return seconds_of(Training(model, device=part.device, **settings).step, part, 2 if part.small else STEPS)
 
 
-def the_trainers(part: Part, model: str, settings: dict[str, Any]) -> Timed:
+def the_trainers(part: Part, model: str, settings: dict[str, Any]) -> float:
     """Same model, optimizer, precision and batch; no clipping, nothing logged."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -131,8 +127,8 @@ def the_trainers(part: Part, model: str, settings: dict[str, Any]) -> Timed:
         arguments = TrainingArguments(
             output_dir=folder, per_device_train_batch_size=size, max_steps=steps, learning_rate=1e-4, max_grad_norm=0.0,
             lr_scheduler_type="constant", optim="adamw_torch_fused", bf16=settings["precision"] == "bf16-mixed",
-            use_cpu=not part.on_gpu, report_to=[], logging_strategy="no", save_strategy="no", disable_tqdm=True,
+            use_cpu=not part.on_gpu, report_to=[], logging_strategy="no", logging_nan_inf_filter=False, save_strategy="no", disable_tqdm=True,
         )  # fmt: skip
-        loss = Trainer(model=net, args=arguments, train_dataset=rows, callbacks=[Clock()]).train().training_loss
+        Trainer(model=net, args=arguments, train_dataset=rows, callbacks=[Clock()]).train()
     took = [after - before for before, after in zip(times, times[1:], strict=False)]
-    return statistics.median(took[WARM_UP - 1 :]), loss
+    return statistics.median(took[WARM_UP - 1 :])

@@ -22,8 +22,8 @@ def pieces(part: Part) -> Iterator[Piece]:
     yield "doctor", lambda: doctor(part)
     yield "launch", lambda: launched(part)
     yield "launch after CUDA, in a script", lambda: after_cuda(part)
-    yield "launch after CUDA, in a notebook", lambda: notebook(part)
     yield "tests marked gpu", lambda: tests(part)
+    yield "launch after CUDA, in a notebook", lambda: notebook(part)
 
 
 def doctor(part: Part) -> Iterable[Row]:
@@ -61,8 +61,7 @@ CELLS = (
 def after_cuda(part: Part) -> Iterable[Row]:
     """A script that has used CUDA and then launches: its ranks must not be forked from it."""
     importlib.import_module("cloudpickle")  # else skipped
-    done = python(part, "-c", "\n".join(CELLS))
-    yield from _said(done.stdout, done.stderr, "a script")
+    yield from _said(*python(part, "-c", "\n".join(CELLS)), "a script")
 
 
 def notebook(part: Part) -> Iterable[Row]:
@@ -87,13 +86,9 @@ def tests(part: Part) -> Iterable[Row]:
     if not part.on_gpu:
         raise Skip("these tests need a GPU")
     # without the project's own options, which name plugins that may not be here
-    done = python(
-        part, "-m", "pytest", "-o", "addopts=", "--noconftest", "-rA", "-q", "--tb=short", "tests/test_gpu.py"
-    )
-    verdicts = re.findall(r"^(PASSED|SKIPPED|FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
-    if not verdicts:
-        raise RuntimeError((done.stdout + done.stderr)[-500:])
-    for verdict, words in verdicts:
-        name, _, why = words.rpartition("::")[2].partition(" - ")
-        kind = {"PASSED": "test", "SKIPPED": "skipped"}.get(verdict, "failed")
-        yield kind, name, {"why": why or verdict.lower()}
+    said = python(part, "-m", "pytest", "-o", "addopts=", "--noconftest", "-v", "--tb=line", "tests/test_gpu.py")[0]
+    verdicts = re.findall(r"^\S+::(\S+) (PASSED|SKIPPED|FAILED|ERROR)\b", said, re.MULTILINE)
+    for name, verdict in verdicts:
+        yield {"PASSED": "test", "SKIPPED": "skipped"}.get(verdict, "failed"), name, {"why": verdict.lower()}
+    if not verdicts or "FAILED" in said:
+        raise RuntimeError(said[-1500:])
