@@ -10,7 +10,8 @@ import pytest
 from refusals import assert_refused
 
 from course_lib.notebook import ledger, progress
-from course_lib.notebook.ledger import entries, measured, predict, stamp
+from course_lib.notebook.ledger import entries, measured, predict
+from course_lib.stamp import stamp
 
 GIB = 2**30
 
@@ -118,10 +119,10 @@ def test_the_stamp_says_where_and_names_the_gpu_that_was_used(monkeypatch):
     assert set(here) == {"device", "ranks", "backend", "torch", "python", "date"}
     assert (here["ranks"], here["backend"]) == (4, "gloo") and here["device"].endswith("cores")
     assert stamp(device="8 x a card")["device"] == "8 x a card"
-    monkeypatch.setattr(ledger, "_gpu_names", lambda: ["NVIDIA X", "NVIDIA X"])
+    monkeypatch.setattr("course_lib.stamp._gpu_names", lambda: ["NVIDIA X", "NVIDIA X"])
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__="2.13.0+cu130"))
     assert stamp(backend="nccl")["device"] == stamp()["device"] == "NVIDIA X"
     assert stamp(backend="gloo")["device"].endswith("cores")
     # a page that only does the arithmetic does not wait for torch
-    code = "import sys; from course_lib.notebook.ledger import stamp; stamp(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from course_lib.stamp import stamp; stamp(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0

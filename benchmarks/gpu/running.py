@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from course_lib.files import write_atomically
-from course_lib.notebook.ledger import stamp
+from course_lib.stamp import stamp
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDINGS = ROOT / "recordings"
@@ -118,7 +118,7 @@ class Part:
 
 
 def full_stamp(on_gpu: bool) -> dict[str, Any]:
-    """`ledger.stamp`, with what a GPU's numbers depend on besides."""
+    """`stamp`, with what a GPU's numbers depend on besides."""
     versions = {}
     for package in ("transformers", "accelerate", "peft", "bitsandbytes"):
         try:

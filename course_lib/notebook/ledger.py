@@ -10,18 +10,13 @@ from __future__ import annotations
 
 import math
 import os
-import platform
-import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from course_lib.notebook import progress
+from course_lib.stamp import stamp as stamp_here
 from course_lib.units import GB, GIB, KB, KIB, MB, MIB, TB, TIB
 from course_lib.validation import did_you_mean
 
@@ -123,7 +118,7 @@ def measured(
 ) -> Entry:
     """Complete the pair `name` and print it in one line. `value` and `parts` are in `unit` (None: the prediction's).
 
-    They are kept in the prediction's unit. `stamp` is what `stamp(...)` or a run's own stamp gives; None takes
+    They are kept in the prediction's unit. `stamp` is what `course_lib.stamp.stamp(...)` or a run's own stamp gives; None takes
     `stamp()`. Raises ValueError without a prediction of that name in this process, for units of different kinds, an
     unknown unit, and what is not a finite number.
     """
@@ -138,7 +133,7 @@ def measured(
     named = {str(part): _finite(size, f"the part {part!r}") * scale for part, size in (parts or {}).items()}
     if "unexplained" in named:
         raise ValueError("'unexplained' is what the parts leave over: leave it out of parts")
-    where = _stamp_here() if stamp is None else dict(stamp)
+    where = stamp_here() if stamp is None else dict(stamp)
     done = Entry(entry.name, entry.lesson, entry.unit, entry.predicted, number, named, where)
     progress.record_ledger(done.lesson, _record(done))
     vars(entry).update(vars(done))
@@ -199,64 +194,3 @@ def _lesson_now() -> str:
 
 def _record(entry: Entry) -> progress.LedgerRecord:
     return progress.LedgerRecord(entry.name, entry.unit, entry.predicted, entry.measured, entry.parts, entry.stamp)
-
-
-def stamp(*, ranks: int = 1, backend: str | None = None, device: str | None = None) -> dict[str, str | int]:
-    """Where and when a number was measured: device, ranks, backend, torch, python, date (UTC).
-
-    `device` is taken as it is; None names the GPU for "nccl", the CPU for "gloo", and without a backend the GPU if
-    there is one that torch can use. It asks the driver's own records, so it never initialises CUDA.
-    """
-    torch_version = "none"
-    if "torch" in sys.modules:
-        torch_version = str(sys.modules["torch"].__version__)
-    else:
-        try:
-            torch_version = metadata.version("torch")
-        except metadata.PackageNotFoundError:
-            pass  # a machine that only does the arithmetic: the stamp says "none"
-    if device is None:
-        gpus = [] if backend == "gloo" or torch_version.endswith("+cpu") else _gpu_names()
-        device = ", ".join(dict.fromkeys(gpus)) or _cpu_name()
-    return {
-        "device": device,
-        "ranks": ranks,
-        "backend": backend or "none",
-        "torch": torch_version,
-        "python": platform.python_version(),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
-
-
-def _stamp_here() -> dict[str, str | int]:
-    return stamp()
-
-
-def _gpu_names() -> list[str]:
-    """The visible NVIDIA GPUs by the driver's own lists; none where CUDA_VISIBLE_DEVICES hides them all."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return [torch.cuda.get_device_name()]
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
-        return []
-    cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    lines = [line for card in cards for line in card.read_text().splitlines()]
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("Model:")]
-    if not names and shutil.which("nvidia-smi"):  # in WSL2 and some containers /proc has no such list
-        ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        try:
-            done = subprocess.run(ask, capture_output=True, text=True, timeout=10, check=True)
-            names = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-        except (OSError, subprocess.SubprocessError):
-            return []  # a driver that does not answer is no GPU that torch could use
-    return names
-
-
-def _cpu_name() -> str:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        name = models[0].split(":", 1)[1].strip() if models else name
-    return f"{name}, {cores} cores"

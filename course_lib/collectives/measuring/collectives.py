@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from course_lib.collectives.links import Fit, algorithm_bandwidth, bus_bandwidth, fit
 from course_lib.launch import launch, rank_device
-from course_lib.notebook.ledger import stamp
+from course_lib.stamp import stamp
 from course_lib.validation import pick, positive
 
 if TYPE_CHECKING:

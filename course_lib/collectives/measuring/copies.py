@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from course_lib.notebook.ledger import stamp
+from course_lib.stamp import stamp
 from course_lib.validation import positive
 
 NO_CUDA = "There is no CUDA device here, so there is no copy to a GPU to time."

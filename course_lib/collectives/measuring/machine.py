@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from course_lib.notebook.ledger import stamp
+from course_lib.stamp import stamp
 
 NO_CUDA = (
     "There is no CUDA device here, so there is no topology of GPUs to read: the ranks of this machine talk over memory."
