@@ -100,7 +100,7 @@ def pieces(part: Part) -> Iterator[Piece]:
 
 
 def measured(case: Case, part: Part) -> Iterable[Row]:
-    """Predict, then run the step three times, and give both."""
+    """Predict, then run the step, and give both."""
     settings = DEFAULTS | case.settings
     free(part.device)
     card = torch.cuda.mem_get_info()[1] if part.on_gpu else 2**26
@@ -112,9 +112,8 @@ def measured(case: Case, part: Part) -> Iterable[Row]:
     try:
         training = Training(case.model, device=part.device, loss=case.loss, **settings)
         found = on_gpu(training, 2 if "8b" in case.model else 3) if part.on_gpu else on_cpu(training)
-    except (
-        RuntimeError
-    ) as error:  # where the allocator has taken all, what fails may be cuBLAS or a kernel that is loaded
+    except RuntimeError as error:
+        # where the allocator has taken all, what fails may be cuBLAS, or a kernel that is loaded
         if not any(sign in str(error) for sign in ("out of memory", "ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")):
             raise
         found = {"out_of_memory": str(error).split("\n")[0][:200]}
@@ -155,9 +154,8 @@ def on_gpu(training: Training, steps: int) -> dict[str, Any]:
         "allocated": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),
         "context": total - free_bytes - torch.cuda.memory_reserved(),
-        "retries": torch.cuda.memory_stats()[
-            "num_alloc_retries"
-        ],  # the allocator gave segments back: reserved is no peak
+        # where the allocator has given segments back, `reserved` is not what it would take on a larger card
+        "retries": torch.cuda.memory_stats()["num_alloc_retries"],
         "held_before": held,
         "last_loss": loss.item(),
     }
@@ -172,6 +170,12 @@ def on_cpu(training: Training) -> dict[str, Any]:
     return {"allocated": probe.bytes["peak"], "last_loss": loss.item()}
 
 
+def error_of(row: dict[str, Any], what: str) -> str:
+    return (
+        f"{row[what] / GIB:8.2f} ({row[f'predicted_{what}'] / row[what] - 1:+6.1%})" if row.get(what) else f"{'-':>17}"
+    )
+
+
 def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     """Every step's error; then median and worst, of the rows to fit and of those held out, and whether "fits" was right.
 
@@ -181,12 +185,7 @@ def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     steps = [row for row in rows if row["kind"] == "step"]
     yield f"  {'GiB':78}{'allocated':>18}{'reserved':>18}{'context':>9}"
     for row in steps:
-        pair = [
-            f"{row[what] / GIB:8.2f} ({row[f'predicted_{what}'] / row[what] - 1:+6.1%})"
-            if row.get(what)
-            else f"{'-':>17}"
-            for what in ("allocated", "reserved")
-        ]
+        pair = [error_of(row, what) for what in ("allocated", "reserved")]
         context = f"{row['context'] / GIB:9.2f}" if "context" in row else f"{'-':>9}"
         note = " out of memory" * ("out_of_memory" in row) + " trimmed" * bool(row.get("retries"))
         note += " held out" * row["held_out"]
@@ -196,10 +195,9 @@ def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
         for what in ("allocated", "reserved"):
             whole = [row for row in counted if row.get(what) and not (what == "reserved" and row.get("retries"))]
             if off := [abs(row[f"predicted_{what}"] / row[what] - 1) for row in whole]:
-                said = (
-                    f"  {words}, {what}: median {statistics.median(off):.1%}, worst {max(off):.1%} of {len(off)} rows"
-                )
-                met = statistics.median(off) <= MEDIAN and max(off) <= WORST
+                median, worst = statistics.median(off), max(off)
+                said = f"  {words}, {what}: median {median:.1%}, worst {worst:.1%} of {len(off)} rows"
+                met = median <= MEDIAN and worst <= WORST
                 goal = f"; goal {MEDIAN:.0%} and {WORST:.0%}: {'met' if met else 'MISSED'}"
                 yield said + goal * (what == "reserved")
         told = [row for row in counted if "reserved" in row or "out_of_memory" in row]

@@ -99,11 +99,8 @@ class Part:
             yield "skipped", name, {"why": f"too little memory on this card: {str(error).split('.')[0]}"}
         except Exception as error:  # whatever breaks on a machine that nobody has seen; the other pieces go on
             where = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[-3:]]
-            yield (
-                "failed",
-                name,
-                {"why": f"{type(error).__name__}: {' '.join(str(error).split())}"[:600], "where": where},
-            )
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:600]
+            yield "failed", name, {"why": why, "where": where}
 
     def _write(self, kind: str, name: str, values: dict[str, Any]) -> str:
         for old in (kind, "skipped", "failed"):

@@ -88,9 +88,8 @@ def on_rank(
         if device.type == "cuda":
             torch.cuda.synchronize()
     column = f"self_{'device' if device.type == 'cuda' else 'cpu'}_time_total"
-    kind = getattr(
-        torch.autograd.DeviceType, device.type.upper()
-    )  # on a GPU kernels, not the operations that hold them
+    # on a GPU its kernels, not the operations that hold them
+    kind = getattr(torch.autograd.DeviceType, device.type.upper())
     events = [event for event in profiler.key_averages() if event.device_type == kind and not event.is_user_annotation]
     slowest = sorted(events, key=lambda event: -getattr(event, column))[:TOP]
     with tempfile.TemporaryDirectory() as folder:
@@ -144,9 +143,9 @@ def flight_recorder(part: Part) -> Iterable[Row]:
             "TORCH_FR_BUFFER_SIZE": "2000",
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/dump_",
+            "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2000",
         }
         command = [sys.executable, "-c", f"from benchmarks.gpu.sharded import hang; hang({str(dumps['asked for'])!r})"]
-        variables["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "2000"
         with open(f"{folder}/said", "w+") as said:
             process = subprocess.Popen(command, cwd=ROOT, env=os.environ | variables, stdout=said, stderr=said)
             try:
@@ -156,11 +155,8 @@ def flight_recorder(part: Part) -> Iterable[Row]:
                 code = process.wait()
         for name, file in dumps.items():
             if not file.is_file():
-                yield (
-                    "failed",
-                    f"flight recorder, {name}",
-                    {"why": f"no dump; {Path(folder, 'said').read_text()[-300:]}"},
-                )
+                why = f"no dump; {Path(folder, 'said').read_text()[-300:]}"
+                yield "failed", f"flight recorder, {name}", {"why": why}
                 continue
             entries = pickle.loads(file.read_bytes())["entries"]
             states = Counter(f"{entry['profiling_name']} {entry['state']}" for entry in entries)
