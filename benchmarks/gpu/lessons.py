@@ -18,16 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.running import ROOT, Part, Piece, Row
+from course_lib.memory import CARDS
 
 LESSONS = ("lessons/01_gpu_memory.ipynb", "lessons/02_single_gpu.ipynb")
-T4 = 15 * 2**30  # bytes
-
 # A T4 has 15 GiB, and no bf16 of its own.
 AS_A_T4 = f"""\
 import torch
 
 if torch.cuda.is_available():
-    torch.cuda.set_per_process_memory_fraction(min(1.0, {T4} / torch.cuda.get_device_properties(0).total_memory))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, {CARDS["t4"].memory} / torch.cuda.get_device_properties(0).total_memory))
     torch.cuda.is_bf16_supported = lambda including_emulation=True: False
 """
 WHAT_IT_TOOK = """\

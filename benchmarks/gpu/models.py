@@ -11,33 +11,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.memory import PRESETS
-from course_lib.training.finetune import building
+from course_lib.training.finetune import building, fake_step
 from course_lib.training.sharded.fsdp_sharding import blocks
 
 
 def llama(preset: str, *, device: Any, method: str = "full", precision: str = "bf16-mixed", **how: Any) -> Any:
     """A Llama of that preset's shape, drawn on the device in the dtype it is kept in; `how` is `building.prepare`'s."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape = PRESETS[preset]
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=131072,
-        tie_word_embeddings=shape.tied,
-    )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(building.dtypes(method, precision).weights)
-    try:
-        with torch.device(device):
-            model = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device(device):
+        model = fake_step.llama(PRESETS[preset], dtype=building.dtypes(method, precision).weights)
     model = building.prepare(model, method=method, precision=precision, device=device, **how)
     if method == "qlora" and torch.device(device).type == "cuda":
         # nobody else has the whole model on the card unquantized: what is left of it must not look like the allocator's waste

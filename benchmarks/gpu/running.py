@@ -23,6 +23,7 @@ import torch
 
 from course_lib.files import write_atomically
 from course_lib.stamp import stamp
+from course_tools.doctor.gpus import driver
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDINGS = ROOT / "recordings"
@@ -122,17 +123,16 @@ def full_stamp(on_gpu: bool) -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             pass  # what needs it is skipped, with a sentence
+    driver_version = (driver(("--query-gpu=driver_version", "--format=csv,noheader")) or "none").split("\n")[0]
     found = stamp(device=torch.cuda.get_device_name() if on_gpu else None)
     card = torch.cuda.get_device_properties(0).total_memory if on_gpu else 0
-    return found | {"gpu": on_gpu, "driver": _driver(), "cuda": torch.version.cuda, "card": card, "packages": versions}
-
-
-def _driver() -> str:
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")[0]
-    except (OSError, subprocess.SubprocessError):
-        return "none"
+    return found | {
+        "gpu": on_gpu,
+        "driver": driver_version,
+        "cuda": torch.version.cuda,
+        "card": card,
+        "packages": versions,
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -147,8 +147,13 @@ def end_process(status: int) -> NoReturn:
     """
     threading._shutdown()
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    exit_now(status)
+
+
+def exit_now(status: int) -> NoReturn:
+    """End this process with what it has printed, and without any clean-up, which could wait for its peers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)
 
 

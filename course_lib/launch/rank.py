@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from course_lib.files import write_atomically
-from course_lib.launch.group import LOOPBACK, process_group
+from course_lib.launch.group import LOOPBACK, exit_now, process_group
 
 if TYPE_CHECKING:
     from course_lib.observe.recorder import Recorder
@@ -102,17 +102,7 @@ def main(folder: str) -> None:
     try:
         _run(rank, job, folder)
     except BaseException as error:  # SystemExit too: a rank that calls sys.exit(3) has not returned a result
-        _end(_failure(rank, "raised", error), folder)
-
-
-def _end(failure: Failure, folder: str) -> NoReturn:
-    """Leave the reason on disk and end this rank, without a clean-up that could wait for what its peers never join."""
-    write_atomically(f"{folder}/error{failure.rank}", json.dumps(asdict(failure)).encode())
-    if failure.lost_peer:
-        time.sleep(GRACE)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+        _fail(rank, folder, "raised", error)
 
 
 def _run(rank: int, job: Job, folder: str) -> None:
@@ -128,7 +118,7 @@ def _run(rank: int, job: Job, folder: str) -> None:
     try:
         call = cloudpickle.loads(job.function)
     except Exception as error:  # whatever a learner's module does on import
-        _end(_failure(rank, "arrival", error), folder)
+        _fail(rank, folder, "arrival", error)
     recorder = Recorder(pulse=Pulse(f"{folder}/pulse{rank}")).install()
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"] = LOOPBACK
     with process_group(job.backend, init_method=f"file://{folder}/store", timeout=job.timeout + 60):
@@ -137,7 +127,7 @@ def _run(rank: int, job: Job, folder: str) -> None:
         try:
             packed = _packed(rank, folder, recorder, *call)
         except BaseException as error:  # caught in here: the way out of the group may wait for the peers
-            _end(_failure(rank, "raised", error), folder)
+            _fail(rank, folder, "raised", error)
         write_atomically(f"{folder}/result{rank}", packed)
         _wait_for_all(f"{folder}/result", job.ranks, LINGER)
 
@@ -171,7 +161,7 @@ def _packed(
     try:
         return cloudpickle.dumps((value, report))
     except Exception as error:  # cloudpickle raises what the object's own __reduce__ raises
-        _end(_failure(rank, "result", error, named=type(value).__name__), folder)
+        _fail(rank, folder, "result", error, named=type(value).__name__)
 
 
 def _wait_for_all(path: str, ranks: int, seconds: float = float("inf")) -> None:
@@ -184,21 +174,25 @@ def _wait_for_all(path: str, ranks: int, seconds: float = float("inf")) -> None:
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 
-def _failure(rank: int, kind: str, error: BaseException, named: str = "") -> Failure:
+def _fail(rank: int, folder: str, kind: str, error: BaseException, named: str = "") -> NoReturn:
+    """Leave the reason on disk, where the notebook finds it, and end this rank."""
     frames = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append((error.filename, error.lineno or 0, "<syntax>"))
     message = str(error)
-    lost = kind == "raised" and any(sign in message.lower() for sign in PEER_LOST)
-    return Failure(
+    failure = Failure(
         rank,
         kind,
         named or type(error).__name__,
         message,
         frames,
         "".join(traceback.format_exception(type(error), error, error.__traceback__)),
-        lost,
+        kind == "raised" and any(sign in message.lower() for sign in PEER_LOST),
     )
+    write_atomically(f"{folder}/error{rank}", json.dumps(asdict(failure)).encode())
+    if failure.lost_peer:
+        time.sleep(GRACE)
+    exit_now(1)
 
 
 def _take_environment(environment: dict[str, str]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from course_lib.launch.group import end_process, process_group
+from course_lib.launch.group import end_process, exit_now, process_group
 from course_lib.observe import Outcome
 
 
@@ -72,6 +72,4 @@ def _end_with(error: BaseException) -> NoReturn:
         status = 1
     elif not isinstance(error, SystemExit):
         sys.excepthook(type(error), error, error.__traceback__)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status or 0)
+    exit_now(status or 0)
