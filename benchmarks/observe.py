@@ -1,12 +1,17 @@
-"""What observing costs: a run of 30 DDP steps of a tiny Llama with all that `launch` and `observe` record, against none of it.
+"""Each instrument beside a second one, and what observing costs.
 
-python benchmarks/observe.py
+1. The same step as two instruments see it that know nothing of each other.
+2. A run of 30 DDP steps of a tiny Llama with all that `launch` and `observe` record, against none of it.
+
+    python benchmarks/observe.py
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
+from typing import Any
 
 RANKS, STEPS = 2, 30
 
@@ -24,7 +29,7 @@ def steps_by_turns() -> dict[str, list[tuple[float, float]]]:
 
     from course_lib.models import tiny_llama
     from course_lib.observe import observe
-    from course_lib.observe.recorder import Recorder
+    from course_lib.observe.collectives import Recorder
 
     recorder = next(o for o in gc.get_objects() if isinstance(o, Recorder))  # the launch's own
     recorder.remove()
@@ -55,9 +60,113 @@ def steps_by_turns() -> dict[str, list[tuple[float, float]]]:
     return {name: pairs[2:] if name != "measured" else pairs for name, pairs in took.items()}
 
 
+def sharded_step() -> dict[str, Any]:
+    """A step of FSDP2 on a tiny Llama, on the ranks that are there, as every instrument sees it."""
+    import torch
+
+    from course_lib.models import tiny_llama
+    from course_lib.observe import MemoryProbe, WireMeter, record_collectives, tensor_bytes, trace_step
+    from course_lib.observe.fake import LiveStorages
+    from course_lib.observe.holdings import held_slices
+    from course_lib.observe.memory import training_tensors
+    from course_lib.training.sharded.fsdp_sharding import shard
+
+    model, ids = shard(tiny_llama()), torch.zeros(2, 64, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step():
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    at_rest = tensor_bytes(training_tensors(model, optimizer))
+    probe = MemoryProbe(model, optimizer)
+    with probe.measure():
+        step()
+    with LiveStorages() as live:
+        live.hold([*training_tensors(model, optimizer), ids])
+        step()
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    with record_collectives() as issued, WireMeter() as wire:
+        step()
+    spans = trace_step(step)
+    model(input_ids=ids, labels=ids).loss.backward()
+    return {
+        "probe": probe.bytes["peak"],
+        "gloo's copies": probe.bytes["gloo_copies"],
+        "counted": live.highest - ids.nbytes,
+        "profiler": at_rest + max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))),
+        "collectives": len(issued),
+        "spans of collectives": sum(span.kind == "collective" for span in spans),
+        "wire": wire.bytes,
+        # gloo runs a reduce-scatter as an all-reduce
+        "ring": sum(c.wire_bytes * (2 if c.kind == "reduce_scatter" else 1) for c in issued),
+        "held": held_slices(model, optimizer)["parameters"],
+    }
+
+
+def compare() -> None:
+    """Print a table: an instrument, what it saw, a second one, what that saw."""
+    import torch
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    from course_lib.launch import launch
+    from course_lib.memory import PRESETS, estimate
+    from course_lib.models import llama, tiny_llama
+    from course_lib.observe import MemoryProbe
+    from course_lib.observe.fake import count_step, fake_ranks, fake_tensors
+
+    real = launch(sharded_step, ranks=RANKS, timeout=300, quiet=True).results
+    with fake_ranks(RANKS):
+        fake = sharded_step()
+    first, whole = real[0], sum(p.numel() for p in tiny_llama().parameters())
+
+    def prepared() -> tuple[Any, ...]:
+        model = llama(PRESETS["tiny"])
+        return model, torch.optim.AdamW(model.parameters(), fused=True), torch.zeros(4, 128, dtype=torch.long)
+
+    def step(model: Any, optimizer: Any, ids: Any) -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    training = prepared()
+    step(*training)
+    probe = MemoryProbe(*training[:2])
+    with probe.measure():
+        step(*training)
+    tracker = MemTracker()
+    tracker.track_external(*training)
+    with tracker:
+        training[0](input_ids=training[2], labels=training[2]).loss.backward()
+    tracked = next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"] - training[2].nbytes
+    with fake_tensors():
+        counted = count_step(*(fakes := prepared()), fakes[0].model.layers[0])
+    need = estimate("tiny", precision="fp32", micro_batch_size=4, seq_len=128, device="cpu")
+    rows = [
+        ("one rank: MemoryProbe's peak", probe.bytes["peak"], "PyTorch's MemTracker", tracked),
+        ("one rank: LiveStorages on fake tensors", counted.peak, "MemoryProbe on real ones", probe.bytes["peak"]),
+        ("one rank: the estimate's peak", need.peak, "MemoryProbe", probe.bytes["peak"]),
+        ("FSDP2: MemoryProbe's peak on gloo", first["probe"], "on the fake backend", fake["probe"]),
+        ("FSDP2: LiveStorages on gloo", first["counted"], "on the fake backend", fake["counted"]),
+        ("FSDP2: LiveStorages on gloo", first["counted"], "MemoryProbe", first["probe"]),
+        ("FSDP2: MemoryProbe's peak + gloo's copies", first["probe"] + first["gloo's copies"], "the profiler", first["profiler"]),
+        ("FSDP2: gloo's copies on the fake backend", fake["gloo's copies"], "none", 0),
+        ("FSDP2: collectives recorded", first["collectives"], "the profiler's spans", first["spans of collectives"]),
+        ("FSDP2: bytes on the wire, TCP's counters", first["wire"], "the ring's formula", round(first["ring"])),
+        ("FSDP2: elements held by all ranks", sum(b - a for r in real for a, b in r["held"]), "the model's", whole),
+    ]  # fmt: skip
+    for name, value, second, other in rows:
+        print(f"  {name:44}{value:>12,}   {second:26}{other:>12,}{value / other - 1 if other else 0:+9.2%}")
+
+
 def main() -> None:
     from course_lib.launch import launch
 
+    compare()
     took = launch(steps_by_turns, ranks=RANKS, timeout=300, quiet=True).results[0]
     median = {name: [statistics.median(clock) for clock in zip(*pairs, strict=True)] for name, pairs in took.items()}
     for clock, unit in enumerate(("processor time", "time")):

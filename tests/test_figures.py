@@ -8,6 +8,7 @@ import inspect
 import io
 import itertools
 import json
+import os
 import pkgutil
 import re
 import warnings
@@ -93,7 +94,7 @@ FRAMEWORKS = [
     {"name": "one rank", "ranks": 1, "held": MIB, "sent": 0, "seconds": 0.5},
 ]
 LOGGED = {
-    rank: {name: [(step, rank + 1.0 / (step + 1), 0.0) for step in range(9)] for name in ("loss", "memory_bytes")}
+    rank: {name: [(step, rank + 1.0 / (step + 1)) for step in range(9)] for name in ("loss", "memory_bytes")}
     for rank in range(3)
 }
 POINTS = tuple(Point(2**n, t, t * 0.9, t * 1.4, 2**n / t, 1.5 * 2**n / t) for n in (10, 14, 20) if (t := 1e-4 * n))
@@ -127,7 +128,7 @@ DRAWINGS = [
     partial(fsdp.memory_by_unit, {"a": CURVE, "b": CURVE}, units=[("0", 5, 10**9)], lines={"c": MIB}, title="Units"),
     partial(fsdp.step_trace, {"as it is": SPANS}, title="A step"),
     partial(fsdp.mesh, 2, 3, inside="weights", between="gradients", title="A mesh"),
-    partial(ranks.side_by_side, LOGGED | {3: {"loss": [(0, 2.5, 0.0)]}}, title="Four ranks"),
+    partial(ranks.side_by_side, LOGGED | {3: {"loss": [(0, 2.5)]}}, title="Four ranks"),
     partial(frameworks.compare, FRAMEWORKS, title="Side by side"),
     partial(splits.column_then_row),
     partial(splits.heads_over_ranks, heads=16, kv_heads=4, ranks=4),
@@ -256,7 +257,33 @@ def test_the_ring_is_finished_after_its_last_step_and_not_before():
             assert sorted((sender, to) for sender, _, to in sent) == [(r, (r + 1) % size) for r in range(size)]
 
 
-def test_what_cannot_be_drawn_is_refused():
+def test_each_ranks_event_files_are_drawn_after_a_resume_and_after_a_kill(tmp_path, monkeypatch):
+    from torch.utils.tensorboard import SummaryWriter
+
+    figures_of = []
+    picture = style.picture
+    monkeypatch.setattr(ranks, "picture", lambda figure, *words: figures_of.append(figure) or picture(figure, *words))
+    runs = {0: [(0, [5.0, 4.0, 3.0]), (1, [2.5, 2.25])], 1: [(0, [7.0, 6.0, 5.5, 5.25])]}
+    for rank, lives in runs.items():
+        for life, (first, losses) in enumerate(lives):  # rank 0 was resumed from step 1
+            with SummaryWriter(tmp_path / f"rank{rank}", filename_suffix=f".{life}") as writer:
+                for step, loss in enumerate(losses, first):
+                    writer.add_scalar("loss", loss, step)
+                    writer.add_scalar("memory_bytes", 2**30 * (rank + 1), step)
+    (last,) = (tmp_path / "rank1").iterdir()
+    os.truncate(last, last.stat().st_size - 5)  # killed in the middle of its last record, which is the memory's
+    (tmp_path / "rank1.old").mkdir()  # no rank's folder
+    ranks.side_by_side(tmp_path)
+    loss, memory = (
+        {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axis.lines}
+        for axis in figures_of[0].axes[:2]
+    )
+    assert loss == {"rank 0": [(0, 5), (1, 2.5), (2, 2.25)], "rank 1": [(0, 7), (1, 6), (2, 5.5), (3, 5.25)]}
+    assert memory == {"rank 0": [(0, 1), (1, 1), (2, 1)], "rank 1": [(0, 2), (1, 2), (2, 2)]}
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path):
+    (tmp_path / "silent" / "rank0").mkdir(parents=True)
     assert_refused(
         [
             (lambda: figures.timeline([[], []], title="x"), ValueError, "spans"),
@@ -270,6 +297,8 @@ def test_what_cannot_be_drawn_is_refused():
             (lambda: sharding.bytes_by_stage([{"name": "ZeRO-9", "measured": {"peak": 5}}]), ValueError, "'ZeRO-9'"),
             (lambda: fsdp.step_trace({"ddp": SPANS[:1]}, title="t"), ValueError, "'ddp'"),
             (lambda: ranks.side_by_side(LOGGED, metrics=["speed"]), ValueError, "speed"),
+            (lambda: ranks.side_by_side(tmp_path / "nothing"), ValueError, "no folder of a rank"),
+            (lambda: ranks.side_by_side(tmp_path / "silent"), ValueError, "Logged: nothing"),
             (lambda: frameworks.compare([{"name": "a", "ranks": 1}], title="t"), ValueError, "held"),
             (lambda: splits.inside_or_between(layers=5, ranks=2), ValueError, "layers=5"),
             (lambda: grid.rank_grid(Grid(), per_node=17), ValueError, "per_node=17"),

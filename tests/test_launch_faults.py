@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pickle
@@ -111,6 +112,74 @@ def test_a_rank_that_fails_is_heard_though_nobody_joins_what_it_has_begun():
     assert (failure.rank, failure.cause_type, failure.cause_message) == (1, "MemoryError", "planted")
 
 
+def test_calls_that_do_not_match_are_told_with_what_each_rank_calls():
+    def different_sizes():
+        print("about to reduce")
+        dist.all_reduce(torch.ones(4 if dist.get_rank() == 0 else 6))
+
+    def different_kinds():
+        rank = dist.get_rank()
+        work = dist.all_reduce(torch.ones(1), async_op=True) if rank == 0 else dist.barrier(async_op=True)
+        time.sleep(1.0)
+        return work.wait() if rank == 0 else 1 / 0
+
+    def different_roots_wait():
+        if dist.get_rank() == 2:
+            time.sleep(1000)
+        dist.broadcast(torch.ones(2, 1 + dist.get_rank()), src=2)
+
+    with pytest.raises(RankFailed) as caught:
+        launch(different_sizes, ranks=2, timeout=120, quiet=True)
+    report, sizes = str(caught.value), "rank 0 (4,) of 16 bytes, rank 1 (6,) of 24 bytes"
+    assert caught.value.cause_type == "SIGABRT" and report.count("Ranks called") == 1
+    assert f"Ranks called all_reduce with different shapes or dtypes: {sizes}." in report
+    shown = report.partition("The last lines that the ranks printed:\n")[2]
+    assert "[ranks 0, 1] about to reduce" in shown and "Received data size doesn't match" in shown, report
+    assert "in different_sizes" in shown and "course_lib" not in shown and len(shown.splitlines()) <= 10
+    assert "different collectives, where all must call one: rank 0 all_reduce, rank 1 barrier." in str(
+        rank_fails(different_kinds, ranks=2)
+    )
+    report = hangs(different_roots_wait)
+    assert (
+        "Ranks called broadcast with different shapes or dtypes: rank 0 (2, 1) of 8 bytes, rank 1 (2, 2) of" in report
+    )
+
+
+def test_calls_that_may_differ_are_not_told_as_a_mistake():
+    def legal():
+        rank = dist.get_rank()
+        pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        if rank < 2:  # rows of other sizes on each rank
+            sizes = [[1, 2], [3, 4]]
+            column = [row[rank] for row in sizes]
+            dist.all_to_all_single(
+                torch.empty(sum(column)), torch.ones(sum(sizes[rank])), column, sizes[rank], group=pair
+            )
+        else:  # the same numbers
+            dist.all_reduce(torch.ones(*[(2, 3), (6,)][rank - 2]), group=pair)
+        print("done")
+        time.sleep(1.0 if rank == 3 else 1000)
+        return 1 / 0
+
+    def refused():
+        def refusal():
+            with contextlib.suppress(RuntimeError):
+                dist.all_reduce(torch.ones(1, 1).to_sparse_csr())  # gloo has no sum of them
+
+        rank = dist.get_rank()
+        if rank == 1:
+            refusal()
+        dist.broadcast(torch.ones(1), src=1)
+        dist.all_reduce(torch.ones(3)) if rank == 0 else refusal() if rank == 2 else None
+        time.sleep(1.0 if rank == 1 else 1000)
+        return {}["planted"]
+
+    for function, ranks, cause in ((legal, 4, "ZeroDivisionError"), (refused, 3, "KeyError")):
+        failure = rank_fails(function, ranks=ranks)
+        assert failure.cause_type == cause and "It took down" in str(failure)
+        assert "Ranks called" not in str(failure) and "printed" not in str(failure), str(failure)
+
+
 def hangs(function, *args, ranks=3, timeout=2.0) -> str:
     with pytest.raises(RanksHung) as caught:
         launch(function, *args, ranks=ranks, timeout=timeout)
@@ -134,6 +203,7 @@ def test_a_hang_says_who_waits_where_for_whom(tmp_path):
     assert line_of(report, "rank 0 waits in broadcast") == "dist.broadcast(torch.ones(1), src=1)"
     assert line_of(report, "ranks 2, 3 wait in all_reduce") == "dist.all_reduce(torch.ones(1))"
     assert line_of(report, "rank 1 never got there") in ("while True:", "os.getpid()")
+    assert "Ranks called" not in report  # it has just said so
     assert line_of(hangs(receive, ranks=2), "ranks 0, 1 wait in recv").startswith("dist.recv(")
     children_end(tmp_path, 4)
 

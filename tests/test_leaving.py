@@ -50,8 +50,8 @@ end()
 PROGRAM = """
 import atexit, sys, threading, time
 import torch, torch.distributed as dist
-from course_lib.observe import Outcome
 from course_lib.training.command_line import run
+from course_lib.training.outcome import Outcome
 
 
 class Late:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import threading
@@ -16,6 +17,8 @@ from refusals import assert_refused
 
 from course_lib.launch import launch
 from course_lib.observe import Span, WireMeter, observe, record_collectives, steps, trace_step
+from course_lib.observe.collectives import Collective, Pulse, Reading
+from course_lib.training.outcome import outcome
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -35,6 +38,7 @@ def every_kind() -> None:
     if rank != 1:
         dist.all_reduce(x[:2], group=pair)
     functional.all_reduce(x, "sum", dist.group.WORLD).sum().item()
+    sum(t.sum() for t in functional.all_reduce_coalesced([torch.ones(2, 3), torch.ones(5)], "sum", dist.group.WORLD))
     dist.all_gather_into_tensor(whole, x)
     dist.all_gather([torch.empty(6) for _ in range(n)], x)
     dist.reduce_scatter_tensor(x, whole)
@@ -69,6 +73,7 @@ def test_every_collective_is_seen_with_its_bytes_and_the_wait_for_a_late_rank():
             *([("send", 24, everybody)] if rank == 0 else [("recv", 24, everybody)] if rank == 1 else []),
             *([("all_reduce", 8, (0, 2))] if rank != 1 else []),
             ("all_reduce", 24, everybody),
+            ("all_reduce", 44, everybody),
             ("all_gather", 24, everybody),
             ("all_gather", 24, everybody),
             ("reduce_scatter", 72, everybody),
@@ -86,21 +91,57 @@ def test_every_collective_is_seen_with_its_bytes_and_the_wait_for_a_late_rank():
         assert all(c.seconds > (0.5 if c.bytes == 120 and rank != 2 else 0) for c in local if c.peer is None)
         assert [c.peer for c in local if c.kind in ("send", "recv")] == [1, 0][rank : rank + 1]
         assert all(a.start < b.start for a, b in itertools.pairwise(local))
+        shapes = {(c.kind, c.bytes): c.shapes for c in local}
+        assert shapes["all_reduce", 44] == ((2, 3), (5,)) and shapes["barrier", 0] == ()
+        assert shapes["reduce_scatter", 72] == shapes["all_to_all", 72] == ((18,),)
+        assert shapes["scatter", 72 if rank == 0 else 0] == (((6,),) * 3 if rank == 0 else ())
+        assert shapes["reduce_scatter", 48] == ((12,),) and shapes["all_reduce", 120] == ((30,),)  # backends, called
 
 
 def test_collectives_are_recorded_where_no_launch_does_it():
     """Under torchrun a program records its own; outside the block nothing is recorded and nothing stays replaced."""
     method = torch._C._distributed_c10d.Backend.allreduce
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def shapes(issued):
+        assert {c.kind for c in issued} == {"all_reduce"}
+        return [c.shapes[0] for c in issued]
+
     try:
         for _ in range(2):
             with record_collectives() as issued:
                 dist.all_reduce(torch.ones(5))
             dist.all_reduce(torch.ones(6))
-            assert [(c.kind, c.bytes) for c in issued] == [("all_reduce", 20)]
+            assert shapes(issued) == [(5,)]
+        with pytest.raises(ZeroDivisionError), record_collectives() as outer:
+            dist.all_reduce(torch.ones(1))
+            with pytest.raises(RuntimeError, match="scalar type"), record_collectives() as inner:
+                dist.all_reduce(torch.ones(2))
+                dist.all_reduce(torch.ones(3, dtype=torch.int16))  # gloo refuses it
+            dist.all_reduce(torch.ones(4))
+            assert shapes(inner) == [(2,), (3,)] and 1 / 0
+        assert shapes(outer) == [(1,), (2,), (3,), (4,)]
+        first, second = record_collectives(), record_collectives()  # of two threads, say
+        ended, issued = first.__enter__(), second.__enter__()
+        first.__exit__(None, None, None)
+        dist.all_reduce(torch.ones(7))
+        second.__exit__(None, None, None)
+        assert shapes(issued) == [(7,)] and ended == []
+        assert torch._C._distributed_c10d.Backend.allreduce is method
+        dist.all_reduce(torch.ones(8))
+        assert len(outer) == 4 and len(issued) == 1
     finally:
         dist.destroy_process_group()
-    assert torch._C._distributed_c10d.Backend.allreduce is method
+
+
+def test_a_pulse_tells_the_last_call_in_a_few_bytes(tmp_path):
+    pulse = Pulse(str(tmp_path / "pulse"))
+    assert Pulse.read(str(tmp_path / "pulse")) == Reading()
+    for shapes, text in ((((2, 3), ()), "(2, 3), ()"), (((1024, 4096),) * 99, "(1024, 4096), " * 4 + "(1024…")):
+        pulse.begin(5, 3, Collective(0, "all_reduce", 24, None, 0.0, (0, 1), shapes=shapes), 7, 2, True)
+        pulse.end(4)
+        told = Pulse.read(str(tmp_path / "pulse"))
+        assert told == Reading(5, 4, 24, group=7, number=2, same_size=True, kind="all_reduce", shapes=text)
 
 
 def send_and_reduce() -> tuple[int, int]:
@@ -133,12 +174,54 @@ def test_step_times_and_tokens(monkeypatch):
     for _ in range(4):
         with observation.step(tokens=100):
             pass
-    outcome = observation.outcome([3.5], "Plain", saved=True)
-    assert (outcome.losses, outcome.wrapper, outcome.rank, outcome.world_size) == ([3.5], "Plain", 0, 1)
-    assert (outcome.median_step, outcome.tokens_per_second, outcome.extra) == (0.5, 200.0, {"saved": True})
-    assert outcome.memory == {} and outcome.wire_bytes is None  # alone, its sockets are somebody else's
-    assert observe().outcome([], "Plain").median_step == 0.0  # nothing was timed
+    told = outcome(observation, [3.5], "Plain", saved=True)
+    assert (told.losses, told.wrapper, told.rank, told.world_size) == ([3.5], "Plain", 0, 1)
+    assert (told.median_step, told.tokens_per_second, told.extra) == (0.5, 200.0, {"saved": True})
+    assert told.memory == {} and told.wire_bytes is None  # alone, its sockets are somebody else's
+    assert outcome(observe(), [], "Plain").median_step == 0.0  # nothing was timed
     assert_refused([(lambda: observe(measured_step=-1), ValueError, "measured_step=-1")])
+
+
+def test_a_step_that_raises_leaves_nothing_behind_and_two_are_not_measured_at_once():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(observation, *, fails=False):
+        with observation.step(tokens=8):
+            model(torch.ones(4, 16)).sum().backward()
+            if fails:
+                raise ZeroDivisionError
+            optimizer.step()
+
+    def hooked():
+        return (
+            [len(module._forward_pre_hooks) for module in model.modules()],
+            len(optimizer._optimizer_step_pre_hooks),
+            torch._C._autograd._top_saved_tensors_default_hooks(True),
+            torch.autograd._profiler_enabled(),
+            torch.backends.mkldnn.enabled,
+        )
+
+    untouched = hooked()
+    seen = observe(model, optimizer)
+    for fails in (True, False, True, False, True, False):  # the measured one, index 1, fails once
+        with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+            train(seen, fails=fails)
+        assert hooked() == untouched
+    again = observe(model, optimizer, measured_step=0)
+    train(again)
+    assert seen.memory == again.memory and seen.memory["peak"] > seen.memory["parameters"] > 0
+    assert seen.tokens == [8, 8] and len(seen.step_seconds) == 2 and seen.num_steps == 3
+
+    inner, outer = observe(model, optimizer, measured_step=0), observe(model, optimizer, measured_step=0)
+    with pytest.raises(RuntimeError, match="measure one step after the other"), outer.step():
+        train(inner)
+    assert hooked() == untouched and inner.memory == outer.memory == {}
+    train(outer)
+    assert outer.memory == again.memory
+    with outer.step():  # not measured: the other one may be
+        train(inner)
+    assert inner.memory == again.memory and len(outer.step_seconds) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------- spans

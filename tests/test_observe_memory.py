@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 
 import cloudpickle
+import pytest
 import torch
 import torch.distributed as dist
 from refusals import assert_refused
@@ -15,9 +16,10 @@ from refusals import assert_refused
 from course_lib.figures.sharding import HELD
 from course_lib.launch import launch
 from course_lib.models import tiny_llama
-from course_lib.observe import observe
-from course_lib.observe.allocations import memory_over_time, record_allocations
-from course_lib.observe.held_elements import held_slices
+from course_lib.observe import MemoryProbe, observe, tensor_bytes
+from course_lib.observe.fake import LiveStorages, fake_ranks
+from course_lib.observe.holdings import held_slices
+from course_lib.observe.memory import memory_over_time, record_allocations
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 WEIGHTS = [64 * 128, 128, 128 * 32, 32]  # of mlp(), in numbers
@@ -127,6 +129,23 @@ def test_bytes_and_peak_of_a_llama_against_pytorchs_tracker():
     assert memory["peak"] == expected
 
 
+def test_a_step_that_fails_and_a_second_observer_leave_the_first_one_right():
+    model = mlp()
+    probe, other = MemoryProbe(model), MemoryProbe(model)
+    for step in (ZeroDivisionError, RuntimeError):
+        with pytest.raises(step), probe.measure():
+            model(torch.ones(16, 64)).sum().backward()
+            if step is ZeroDivisionError:
+                raise ZeroDivisionError
+            with other.measure():  # at the same time
+                pass
+    assert probe.bytes == other.bytes == {} and not model[0]._forward_pre_hooks and torch.backends.mkldnn.enabled
+    model.zero_grad()
+    with LiveStorages() as outer, LiveStorages() as inner, probe.measure():
+        model(torch.ones(16, 64)).sum().backward()
+    assert probe.bytes["gradients"] == 4 * sum(WEIGHTS) and outer.highest == inner.highest > 0
+
+
 # -------------------------------------------------------------------------------------------- allocation by allocation
 def test_every_allocation_and_free_comes_in_order_and_older_tensors_are_seen_to_go():
     older = [torch.empty(300), torch.empty(100)]
@@ -187,3 +206,55 @@ def test_ranks_hold_the_slices_that_their_method_says(private_tmp):
         assert sum(sizes) == whole and abs(sizes[0] - whole / 2) < 0.01 * whole, (name, kind)
         assert not set(parts[0]) & set(parts[1]), (name, kind)
         assert (len(parts[0]) > 1) == (name != "ZeRO-2"), f"{name} cuts tensor by tensor, ZeRO-2 one flat vector"
+
+
+# ---------------------------------------------------------------------------------------------------------- gloo's copies
+def sharded_layer() -> dict[str, int]:
+    """What each instrument sees of a step of FSDP2 on one matrix, on the ranks that are there."""
+    from torch.backends import mkldnn
+    from torch.distributed.fsdp import fully_shard
+
+    layer, batch = fully_shard(torch.nn.Linear(1024, 1024, bias=False)), torch.ones(8, 1024)
+
+    def step():
+        layer(batch).square().mean().backward()
+
+    step()  # FSDP2 makes its buffers
+    layer.zero_grad()
+    at_rest = tensor_bytes([layer.weight])
+    probe = MemoryProbe(layer)
+    with probe.measure():
+        step()
+    layer.zero_grad()
+    with LiveStorages() as live:
+        live.hold([*layer.parameters(), batch])
+        step()
+    layer.zero_grad()
+    with (
+        mkldnn.flags(enabled=False),
+        torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
+    ):
+        step()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    totals = itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda event: event.start_ns()))
+    return {
+        "counted": live.highest - batch.nbytes,
+        "gloo, counted": live.gloo_copies,
+        "probe": probe.bytes["peak"],
+        "gloo, probe": probe.bytes["gloo_copies"],
+        "profiler": at_rest + max(totals),
+    }
+
+
+def test_a_peak_holds_what_a_gpu_would_hold_and_gloos_copies_stand_apart():
+    """gloo copies what it scatters and what it gathers. The fake backend, as NCCL, copies nothing."""
+    matrix = 4 * 1024 * 1024
+    with fake_ranks(2):
+        fake = sharded_layer()
+    # a shard, its gradient, the gradient of the whole matrix and that once more, made flat; some scalars
+    assert fake["counted"] == fake["probe"] == fake["profiler"] and 0 <= fake["probe"] - 3 * matrix < 100
+    assert fake["gloo, counted"] == fake["gloo, probe"] == 0
+    for real in launch(sharded_layer, ranks=2, quiet=True).results:
+        assert real["counted"] == fake["counted"] and real["probe"] == fake["probe"]
+        assert real["gloo, counted"] == matrix and 0 <= real["gloo, probe"] - matrix < 100  # and some words of its own
+        assert real["profiler"] == real["probe"] + real["gloo, probe"]

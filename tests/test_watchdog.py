@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import signal
 import threading
 import time
@@ -19,8 +18,10 @@ from processes import until
 from refusals import assert_refused
 
 from course_lib.launch import RankFailed, launch
-from course_lib.observe.heartbeat import Heartbeat, read_beats
-from course_lib.observe.heartbeat.beats import Beat, write_beat
+from course_lib.models import tiny_llama
+from course_lib.observe.heartbeat import Heartbeat, read_beats, trainer_callback
+from course_lib.training.command_line import parse
+from course_lib.training.resumable import program
 from course_tools.monitoring import Watchdog, command, webhook
 
 
@@ -29,7 +30,7 @@ def quiet(_: str) -> None:
 
 
 def no_thread_is_left() -> bool:
-    return not [thread for thread in threading.enumerate() if thread.name in ("watchdog", "webhook", "heartbeat")]
+    return not [thread for thread in threading.enumerate() if thread.name in ("watchdog", "webhook")]
 
 
 # ---------------------------------------------------------------------------------------------------------- real ranks
@@ -68,48 +69,182 @@ def test_a_hung_rank_is_named_once_by_its_stack_and_reported_well_when_it_goes_o
     assert no_thread_is_left()
 
 
-def test_a_killed_rank_is_dead_and_the_one_it_takes_down_is_not_blamed(tmp_path):
+def test_a_killed_rank_is_dead_with_its_last_beat_exact_and_the_one_it_takes_down_is_not_blamed(tmp_path):
     with Watchdog(tmp_path, ranks=2, tell=quiet) as watchdog:
         with pytest.raises(RankFailed):
             launch(steps_in_lockstep, str(tmp_path), steps=9, kill_at=5, ranks=2, timeout=120, quiet=True)
         alarm = watchdog.wait(60)
         time.sleep(0.3)
-    assert (alarm.rank, alarm.kind, alarm.step) == (1, "dead", 5) and watchdog.alarms == [alarm]
+    assert (alarm.rank, alarm.kind, alarm.step, alarm.phase) == (1, "dead", 5, "data") and watchdog.alarms == [alarm]
+    last = read_beats(tmp_path)[1]  # the beat just before SIGKILL, long before the next one was due
+    assert (last.step, last.phase, last.turn, last.total, last.ended) == (5, "data", 1, 5 * 3 + 2, "")
+    assert last.numbers == {"loss": 1 / 6}
+
+
+def train_and_note(folder: str) -> list[tuple]:
+    noted = []
+    program.train(steps=3, layers=1, heartbeat=folder, log=lambda step, **numbers: noted.append((step, numbers)))
+    return noted
+
+
+def test_a_resumable_run_reports_each_update_of_every_rank_to_its_log_and_its_heartbeat(tmp_path, capsys):
+    results = launch(train_and_note, str(tmp_path), ranks=2, timeout=120, quiet=True).results
+    names = {"loss", "own_loss", "gradient_norm", "learning_rate", "tokens_per_second", "memory_bytes"}
+    for rank, noted in enumerate(results):
+        assert [step for step, _ in noted] == [0, 1, 2] and all(set(numbers) == names for _, numbers in noted)
+        assert min(numbers["tokens_per_second"] for _, numbers in noted) > 0
+        beat = read_beats(tmp_path)[rank]
+        assert (beat.step, beat.phase, beat.ended, beat.numbers["loss"]) == (2, "done", "done", noted[2][1]["loss"])
+    assert "log" not in parse(program.train, [])  # no word on a command line is a function
+    with pytest.raises(SystemExit):
+        parse(program.train, ["--log", "print"])
 
 
 # ------------------------------------------------------------------------------------------------------- the heartbeat
-def test_a_beat_writes_seldom_declares_at_once_and_tells_where_the_rank_is(tmp_path):
+def test_each_beat_is_in_the_file_a_declared_phase_too_and_the_stack_comes_on_demand(tmp_path):
+    def beat():
+        return read_beats(tmp_path)[3]
+
     with Heartbeat(tmp_path, rank=3, every=600, start_may_take=9) as heartbeat:
-        for step in range(1000):
-            heartbeat.beat(step, "data", loss=0.5)
-        assert read_beats(tmp_path)[3].total == 1
+        assert (beat().step, beat().phase, beat().total, beat().may_take) == (-1, "start", 1, 9.0)
+        for step in (10**9, 7, 8, 9):  # the record becomes shorter, and nothing of the longer one stays behind it
+            heartbeat.beat(step, "a phase with a long name" if step > 99 else "data", loss=0.5 * step)
+            assert (beat().step, beat().numbers) == (step, {"loss": 0.5 * step})
         with heartbeat.phase("saving", may_take=30):
-            until(lambda: read_beats(tmp_path)[3].phase == "saving")
-            beat = read_beats(tmp_path)[3]
-            assert (beat.may_take, beat.turn, beat.pid) == (30.0, 1, os.getpid())
-        until(lambda: read_beats(tmp_path)[3].phase == "data")
-        beat = read_beats(tmp_path)[3]
-        assert (beat.may_take, beat.step, beat.born) == (None, 999, psutil.Process().create_time())
+            assert (beat().phase, beat().may_take, beat().turn, beat().pid) == ("saving", 30.0, 1, os.getpid())
+        after = beat()
+        assert (after.phase, after.may_take, after.step, after.total) == ("data", None, 9, 7)
+        assert after.born == psutil.Process().create_time()
         os.kill(os.getpid(), signal.SIGUSR2)  # the watchdog's question
-        until(lambda: "test_a_beat_writes_seldom" in (tmp_path / "rank3.stack").read_text())
-    assert json.loads((tmp_path / "rank3.json").read_text())["ended"] == "done" and no_thread_is_left()
+        until(lambda: "test_each_beat_is_in_the_file" in (tmp_path / "rank3.stack").read_text())
+    heartbeat.beat(10, "data")  # what is done stays done
+    assert (beat().ended, beat().step) == ("done", 9) and no_thread_is_left()
 
 
-def test_a_disk_that_fails_stops_nobody(tmp_path, capfd):
-    folder = tmp_path / "beats"
-    with Heartbeat(folder, rank=0, every=0.02) as heartbeat:
-        shutil.rmtree(folder)
-        heartbeat.beat(1, "data")
-        until(lambda: heartbeat.problem)
-        assert "rank 0" in capfd.readouterr().err
-        folder.mkdir()
+@pytest.mark.parametrize(
+    ("error", "ended"),
+    [
+        (ValueError("nan in the loss"), "ValueError: nan in the loss"),
+        (SystemExit(0), "done"),
+        (SystemExit(3), "SystemExit: 3"),
+    ],
+)
+def test_how_the_block_is_left_is_the_last_word(tmp_path, error, ended):
+    with pytest.raises(type(error)), Heartbeat(tmp_path, rank=0) as heartbeat:
+        heartbeat.beat(4, "backward")
+        with heartbeat.phase("saving", may_take=9):
+            raise error
+    assert (read_beats(tmp_path)[0].step, read_beats(tmp_path)[0].ended) == (4, ended)
+
+
+def test_a_torn_file_is_left_out_until_it_is_whole_and_so_is_what_is_no_heartbeat(tmp_path):
+    with Heartbeat(tmp_path, rank=0) as heartbeat, Heartbeat(tmp_path, rank=1):
+        file = tmp_path / "rank0.json"
+        before = file.read_bytes()
+        heartbeat.beat()
+        after = file.read_bytes()
+        assert len(after) >= len(before) and read_beats(tmp_path)[0].total == 2
+        middle = after.index(b'"host"')  # what both have in common lies around it
+        mixed = (
+            after[:middle] + before[middle:],
+            before[:middle] + after[middle:],
+            after.replace(b'"turn": 2', b'"turn": 1'),
+        )
+        for torn in (*mixed, after[:middle], b"", b"[1]", b"{}"):
+            file.write_bytes(torn)
+            assert sorted(read_beats(tmp_path)) == [1], torn
+        (tmp_path / "rank-s.json").write_bytes(after)
+        heartbeat.beat()
+        assert read_beats(tmp_path)[0].total == 3 and sorted(read_beats(tmp_path)) == [0, 1]
+
+
+def test_a_later_heartbeat_of_a_rank_is_not_disturbed_by_an_earlier_one(tmp_path):
+    with Heartbeat(tmp_path, rank=0) as earlier, Heartbeat(tmp_path, rank=0) as later:
+        later.beat(1, "data")
+        earlier.beat(10**9, "a phase with a name so long that its record is the longer one")
+        later.beat(2, "data")
+        earlier.close()
+        assert (read_beats(tmp_path)[0].step, read_beats(tmp_path)[0].ended) == (2, "")
+
+
+def test_a_disk_that_fails_stops_nobody(tmp_path, capfd, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with Heartbeat(tmp_path, rank=0) as heartbeat:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full)
+            heartbeat.beat(1, "data")
+            heartbeat.beat(2, "data")
+        printed = capfd.readouterr().err
+        assert heartbeat.problem and printed.count("\n") == 1 and "rank 0" in printed
+        assert read_beats(tmp_path)[0].step == -1
         heartbeat.beat(3, "data")
-        until(lambda: not heartbeat.problem)
-    assert (read_beats(folder)[0].step, read_beats(folder)[0].ended) == (3, "done")
+        assert not heartbeat.problem and read_beats(tmp_path)[0].step == 3
+    assert read_beats(tmp_path)[0].ended == "done"
 
 
-def test_files_of_an_earlier_run_are_no_news(tmp_path):
-    write_beat(tmp_path, Beat(0, step=7, pid=2**22 + 5, host=os.uname().nodename))
+# -------------------------------------------------------------------------------------------- a Trainer of transformers
+def test_a_trainer_beats_and_declares_what_takes_long(tmp_path):
+    import transformers
+
+    seen = []
+
+    class Looking(transformers.Trainer):
+        """Reads the file in the middle of a step, a save, and a batch of an evaluation."""
+
+        def look(self, where):
+            beat = read_beats(tmp_path / "beats")[0]
+            seen.append((where, beat.step, beat.turn, beat.phase, beat.may_take))
+
+        def training_step(self, *arguments, **named):
+            self.look("step")
+            return super().training_step(*arguments, **named)
+
+        def save_model(self, *arguments, **named):
+            self.look("save")
+            return super().save_model(*arguments, **named)
+
+        def prediction_step(self, *arguments, **named):
+            self.look("batch")
+            return super().prediction_step(*arguments, **named)
+
+    rows = [{"input_ids": torch.arange(8) + row, "labels": torch.arange(8) + row} for row in range(24)]
+    options = transformers.TrainingArguments(
+        str(tmp_path / "out"),
+        max_steps=6,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        save_steps=3,
+        eval_strategy="steps",
+        eval_steps=4,
+        per_device_eval_batch_size=12,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    with Heartbeat(tmp_path / "beats", rank=0, every=5.0, start_may_take=60.0) as heartbeat:
+        callbacks = [trainer_callback(heartbeat, may_take=600.0)]
+        trainer = Looking(tiny_llama(layers=1), options, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
+        trainer.train()
+        last = read_beats(tmp_path / "beats")[0]
+    first, later = 60.0, None  # the first steps may take longer
+    expected = []
+    for step in range(6):
+        expected += [("step", step, turn, "step", first if step < 3 else later) for turn in (1, 2)]
+        declared = {2: "saving", 3: "evaluating", 5: "evaluating and saving and ending"}.get(step, "")
+        batches = 2 * ("evaluating" in declared)
+        expected += [("batch", step, 3 + batch, declared, 600.0) for batch in range(batches)]
+        expected += [("save", step, 3 + batches, declared, 600.0)] * ("saving" in declared)
+    assert seen == expected
+    assert (last.step, last.phase, read_beats(tmp_path / "beats")[0].ended) == (5, "ending", "done")
+
+
+def test_files_of_an_earlier_run_are_no_news(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil, "Process", lambda: SimpleNamespace(pid=2**22 + 5, create_time=lambda: 1.0))
+        Heartbeat(tmp_path, rank=0).beat(7, "data")
     with Watchdog(tmp_path, ranks=1, tell=quiet, start_within=0.3) as watchdog:
         assert watchdog.wait(60).kind == "never started"
         with Heartbeat(tmp_path, rank=0, every=0.5):

@@ -6,9 +6,7 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
-from course_lib.observe.heartbeat import Beat
-from course_lib.observe.heartbeat.beats import DONE
-from course_lib.observe.heartbeat.pace import Pace
+from course_lib.observe.heartbeat import DONE, Beat, Pace
 from course_tools.monitoring import Alarm, Judge
 from course_tools.monitoring.judge import LOOKS
 
@@ -50,21 +48,20 @@ def trained(seed: int, *, ranks: int = 3, slow: float = 1.0, drift: float = 1.0,
 
 
 def play(run: Run, every: float) -> Run:
-    """Have the rule watch a run: each rank's file is written as Heartbeat does, and read at every look."""
+    """Have the rule watch a run: each beat is in the rank's file at once, and the files are read at every look."""
     paces = [Pace(every, 1000.0, 0.0) for _ in run.ranks]
     files = {rank: Beat(rank, every=every, may_take=1000.0) for rank in range(len(paces))}
-    written, to_come = [0.0] * len(paces), [list(beats) for beats in run.ranks]
+    to_come = [list(beats) for beats in run.ranks]
     judge, now = Judge(len(paces), 0.0), 0.0
     end = run.ranks[0][-1][0] if run.hang == NEVER else run.hang + 60.0
     while now < end and not run.alarms:
         now += min(file.every for file in files.values()) / LOOKS  # as Watchdog does
         for rank, pace in enumerate(paces):
             while to_come[rank] and to_come[rank][0][0] <= now:
-                pace.beat(*to_come[rank].pop(0))
-            if pace.total != files[rank].total and now >= written[rank] + pace.every:
+                at, step, phase = to_come[rank].pop(0)
+                pace.beat(at, step, phase)
                 place = pace.step, pace.phase, pace.turn, pace.total
-                files[rank] = Beat(rank, *place, age=now - pace.at, every=pace.every, may_take=pace.may_take)
-                written[rank] = pace.at
+                files[rank] = Beat(rank, *place, every=pace.every, may_take=pace.may_take)
         run.alarms += judge.look(now, files, lambda _: True)
     if run.alarms:
         run.delay = (now - run.hang) / files[run.alarms[0].rank].every
@@ -117,7 +114,7 @@ def test_who_is_to_blame():
             *((0, "hung"), (1.6, 2), "rank 0 hangs"),
         ),
         "a clock that is years ahead and a process that cannot be seen": (
-            lambda t: {0: beat(0, host="elsewhere", time=9e9), 1: beat(1, int(10 * t))},
+            lambda t: {0: beat(0, host="elsewhere", born=9e9), 1: beat(1, int(10 * t))},
             *((0, "hung"), (1.6, 2), "rank 0 hangs"),
         ),
         "the cause is the error that is no lost peer": (

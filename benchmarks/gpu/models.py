@@ -10,15 +10,16 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from course_lib import models
 from course_lib.memory import PRESETS
-from course_lib.training.finetune import building, fake_step
+from course_lib.training.finetune import building
 from course_lib.training.sharded.fsdp_sharding import blocks
 
 
 def llama(preset: str, *, device: Any, method: str = "full", precision: str = "bf16-mixed", **how: Any) -> Any:
     """A Llama of that preset's shape, drawn on the device in the dtype it is kept in; `how` is `building.prepare`'s."""
     with torch.device(device):
-        model = fake_step.llama(PRESETS[preset], dtype=building.dtypes(method, precision).weights)
+        model = models.llama(PRESETS[preset], dtype=building.dtypes(method, precision).weights)
     model = building.prepare(model, method=method, precision=precision, device=device, **how)
     if method == "qlora" and torch.device(device).type == "cuda":
         # nobody else has the whole model on the card unquantized: what is left of it must not look like the allocator's waste

@@ -7,7 +7,7 @@ import torch
 from course_lib.launch.threads import one_thread
 from course_lib.models import tiny_llama
 from course_lib.observe import MemoryProbe
-from course_lib.observe.saved_tensors import SavedForBackward
+from course_lib.observe.memory import SavedForBackward
 
 Widths = tuple[int, int, int, int, int]  # hidden, heads, kv_heads, head_dim, intermediate
 
@@ -28,8 +28,8 @@ def _kept(rows: int, length: int, widths: Widths, attention: str, layers: int) -
     with torch.random.fork_rng(devices=[]):
         model = LlamaForCausalLM(config)
     model.set_attn_implementation("eager" if attention == "eager" else "sdpa")
-    saved = SavedForBackward(model, lambda: None)
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+    saved = SavedForBackward(model)
+    with saved:
         logits = model(torch.zeros(rows, length, dtype=torch.long)).logits
         assert logits.requires_grad
         return saved.now

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from course_checks.harness import ATOL, RTOL, NotYet, close, returned
 from course_checks.lab02.common import lab
-from course_lib.observe.saved_tensors import SavedForBackward
+from course_lib.observe.memory import SavedForBackward
 
 VOCAB, WIDTH, IGNORED = 48, 32, -100
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -67,8 +67,8 @@ def _run(step: Callable[..., Any], micro_batches: list[Batch]) -> dict[str, Any]
     model = Tied()
     # Sums over the counted tokens, one optimizer step: what each way to weigh the micro-batches would give.
     ways = {name: _gradients(copy.deepcopy(model), micro_batches, name) for name in WEIGHTS}
-    book = SavedForBackward(model, lambda: None)
-    with torch.autograd.graph.saved_tensors_hooks(book.pack, book.unpack):
+    book = SavedForBackward(model)
+    with book:
         for tokens, labels in micro_batches:
             _sum_loss(model, tokens, labels).backward()
     largest = book.highest  # each graph is gone before the next is built
@@ -78,8 +78,8 @@ def _run(step: Callable[..., Any], micro_batches: list[Batch]) -> dict[str, Any]
         lambda *_: kept.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
     )
     handle = model.register_forward_hook(lambda *_: calls.append(1))
-    book = SavedForBackward(model, lambda: None)
-    with torch.autograd.graph.saved_tensors_hooks(book.pack, book.unpack):
+    book = SavedForBackward(model)
+    with book:
         loss = step(model, optimizer, micro_batches)
     handle.remove()
     first, left = list(kept), False

@@ -70,6 +70,7 @@ def _waits(line: str) -> bool:
 def by_rank(report: str, ranks: int) -> list[str]:
     """One line for each rank of the report of RanksHung, or of RankFailed where peers were left alone."""
     lines = [""] * ranks
+    report = re.split(r"\n\n|\nRanks called ", report)[0]  # what they printed, and sizes that differ, come after it
     for part in re.finditer(
         r"(?:^|\. |;\s)ranks? ([\d, -]+) (.+?)(?=;\s(?:rank|$)|\. Every rank|\.?$)", report, re.DOTALL
     ):

@@ -17,7 +17,7 @@ from course_checks.harness import bytes_behind_views, live_bytes, settled_bytes
 from course_checks.lab05.common import SLACK, slots
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe.deepspeed_memory import ZeroProbe
+from course_lib.observe.holdings import ZeroProbe
 from course_lib.training.sharded.zero_config import batch_sizes
 from course_lib.training.sharded.zero_engine import initialize
 

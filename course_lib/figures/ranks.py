@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from course_lib.figures.style import legend_below, line_style, new_figure, picture
@@ -13,14 +15,13 @@ from course_lib.units import nice_number
 if TYPE_CHECKING:
     from course_lib.figures.style import Picture
 
-Series = Sequence[tuple[int, float, float]]  # (step, value, time), see course_lib.observe.tracking
+Series = Sequence[tuple[int, float]]  # (step, value)
 PANELS = {  # metric -> (what its axis says, by what its values are divided)
     "own_loss": ("own loss (nats per token)", 1.0),
     "loss": ("loss (nats per token)", 1.0),
     "tokens_per_second": ("tokens per second", 1.0),
     "memory_bytes": ("memory (GiB)", 2.0**30),
     "gradient_norm": ("gradient norm", 1.0),
-    "heartbeat_gap": ("heartbeat gap (s)", 1.0),
 }
 MARKED = 12  # markers per line: enough to tell lines apart in grey
 
@@ -31,21 +32,18 @@ def side_by_side(
     metrics: Sequence[str] = (),
     title: str = "All ranks, side by side",
 ) -> Picture:
-    """Loss, tokens per second, memory, gradient norm and heartbeat of every rank, over the steps.
+    """Loss, tokens per second, memory and gradient norm of every rank, over the steps.
 
     Args:
-        runs: the folder that `course_lib.observe.tracking.Tracker` wrote to, or what `course_lib.observe.tracking.read`
-            returned.
+        runs: a folder with TensorBoard's event files of each rank, in rank0, rank1, …; or {rank: {metric: series}}.
         metrics: which to draw, in this order; empty for those of PANELS that were logged.
         title: of the picture.
 
     Raises:
-        ValueError: none of the metrics was logged, or one that was asked for was not.
+        ValueError: no rank's folder, none of the metrics was logged, or one that was asked for was not.
     """
     if not isinstance(runs, Mapping):
-        from course_lib.observe.tracking import read
-
-        runs = read(runs)
+        runs = _read(Path(runs))
     logged = {name for numbers in runs.values() for name, series in numbers.items() if len(series)}
     missing = [name for name in metrics if name not in logged]
     chosen = list(metrics) or [name for name in PANELS if name in logged]
@@ -60,7 +58,7 @@ def side_by_side(
         label, unit = PANELS.get(metric, (metric, 1.0))
         ends = []
         for rank, numbers in sorted(runs.items()):
-            points = [(step, value / unit) for step, value, _ in numbers.get(metric, ())]
+            points = [(step, value / unit) for step, value in numbers.get(metric, ())]
             if not points:
                 ends.append(f"rank {rank} nothing")
                 continue
@@ -75,3 +73,21 @@ def side_by_side(
     legend_below(figure, {f"rank {rank}": handles[rank] for rank in sorted(handles)}, columns=min(8, len(handles)))
     figure.suptitle(title)
     return picture(figure, f"{title}, {len(runs)} ranks, at the last step that each logged. {'; '.join(summary)}.")
+
+
+def _read(folder: Path) -> dict[int, dict[str, Series]]:
+    """The scalars of each rank. Of a last record that a killed rank did not finish, nothing is read."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: dict[int, dict[str, Series]] = {}
+    for path in folder.glob("rank*"):
+        if match := re.fullmatch(r"rank(\d+)", path.name):
+            events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()  # 0: all of them
+            scalars = {
+                name: {event.step: event.value for event in events.Scalars(name)} for name in events.scalars.Keys()
+            }
+            # a step that a resumed run did again counts with its later value
+            found[int(match[1])] = {name: sorted(values.items()) for name, values in scalars.items()}
+    if not found:
+        raise ValueError(f"{folder} has no folder of a rank: write each rank's metrics to rank0, rank1, … in it.")
+    return found

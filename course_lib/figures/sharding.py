@@ -99,7 +99,7 @@ def who_holds_what(holding: Mapping[str, Sequence[Mapping[str, Any]]], *, title:
     """A panel per method; in it a strip for each rank and kind, coloured where the rank holds that part of the model.
 
     Args:
-        holding: method -> one entry per rank, as `course_lib.observe.held_elements.held_slices` returns them: "elements"
+        holding: method -> one entry per rank, as `course_lib.observe.holdings.held_slices` returns them: "elements"
             (of the whole model) and for each of "parameters", "gradients", "optimizer" the (first, last + 1) of what
             lies there, in elements, in the order of ``model.parameters()``.
 

@@ -10,12 +10,13 @@ import re
 import signal
 import sys
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from course_lib.launch.checkout import CHECKOUT
 from course_lib.launch.output import ranks_in_words
 from course_lib.launch.rank import Failure
-from course_lib.observe.collectives import Pulse
+from course_lib.observe.collectives import Pulse, Reading
 
 _LIBRARIES = tuple(
     os.path.realpath(sysconfig.get_path(key)) + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -24,6 +25,8 @@ _ROOT = os.path.realpath(CHECKOUT) + os.sep
 _COURSE = tuple(_ROOT + package + os.sep for package in ("course_lib", "course_tools", "course_checks", "classroom"))
 _MACHINERY = tuple(_ROOT + room for room in ("course_lib/launch", "course_lib/observe", "course_checks"))
 _STACK_LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_STACK_HEADER = re.compile(r"^\[ranks? [^]]*\] (Extension modules: |(Current t|T)hread 0x)")
+TAIL = 10  # lines of output in the report of a launch that showed none
 
 
 class LaunchError(Exception):
@@ -31,6 +34,13 @@ class LaunchError(Exception):
 
     def _render_traceback_(self) -> list[str]:  # IPython's hook
         return [f"{type(self).__name__}: {self}"]
+
+    def show_output(self, lines: Iterable[str]) -> None:
+        """Put the last lines of a launch that showed none into the report; of a stack only lines of the learner's."""
+        found = ((line, _STACK_LINE.search(line)) for line in lines if not _STACK_HEADER.search(line))
+        shown = [line for line, call in found if call is None or nearest_line([(call["file"], 0, "")])]
+        if shown:
+            self.args = ("\n".join([str(self), "", "The last lines that the ranks printed:", *shown[-TAIL:]]),)
 
 
 class RankFailed(LaunchError, RuntimeError):
@@ -148,8 +158,8 @@ def _died(folder: str, ranks: int, rank: int, code: int) -> RankFailed:
         name = signal.Signals(-code).name
         why = {
             "SIGKILL": " (most often the system ran out of memory and chose this process)",
-            "SIGSEGV": " (a crash in compiled code; its stack is in the output above)",
-            "SIGABRT": " (compiled code gave up; its reason is in the output above)",
+            "SIGSEGV": " (a crash in compiled code; its stack is in what it printed)",
+            "SIGABRT": " (compiled code gave up; its reason is in what it printed)",
         }.get(name, "")
         text, kind = f"rank {rank} was ended by {name}{why}", name
     else:
@@ -161,7 +171,7 @@ def _left_alone(folder: str, ranks: int, failures: list[Failure]) -> RankFailed:
     """Every failure is a lost peer: somebody returned while others were still in a collective."""
     first = failures[0]
     gone = [r for r in range(ranks) if _has_result(folder, r)]
-    kind = _pulse(folder, first.rank)[3] or "a collective"
+    kind = _pulse(folder, first.rank).kind or "a collective"
     own, nearest = own_line(first.frames), nearest_line(first.frames)
     at = f" ({place(*nearest)})" if nearest else ""
     waiting = ranks_in_words(f.rank for f in failures)
@@ -171,6 +181,7 @@ def _left_alone(folder: str, ranks: int, failures: list[Failure]) -> RankFailed:
         text += "the same collective calls in the same order."
     else:
         text += f" and lost the connection: {first.message}"
+    text = "\n".join([text, *_mismatch(folder, ranks)])
     return RankFailed(text, first.rank, first.type, first.message, place(*own) if own else "")
 
 
@@ -180,10 +191,10 @@ def _taken_down(folder: str, ranks: int, cause: int) -> list[str]:
         return []
     waiting: dict[str, list[int]] = {}
     for rank in victims:
-        begun, ended, _, kind = _pulse(folder, rank)
-        waiting.setdefault(f"waiting in {kind}" if begun > ended else "at work", []).append(rank)
+        pulse = _pulse(folder, rank)
+        waiting.setdefault(f"waiting in {pulse.kind}" if pulse.begun > pulse.ended else "at work", []).append(rank)
     parts = [f"{ranks_in_words(group)} ({state})" for state, group in waiting.items()]
-    return ["It took down " + " and ".join(parts) + "."]
+    return ["It took down " + " and ".join(parts) + ".", *_mismatch(folder, ranks)]
 
 
 def _short_traceback(failure: Failure) -> str:
@@ -203,9 +214,30 @@ def _has_result(folder: str, rank: int) -> bool:
     return os.path.exists(f"{folder}/result{rank}")
 
 
-def _pulse(folder: str, rank: int) -> tuple[int, int, int, str]:
+def _pulse(folder: str, rank: int) -> Reading:
     path = f"{folder}/pulse{rank}"
-    return Pulse.read(path) if os.path.exists(path) and os.path.getsize(path) else (0, 0, 0, "")
+    return Pulse.read(path) if os.path.exists(path) and os.path.getsize(path) else Reading()
+
+
+def _mismatch(folder: str, ranks: int, *, kinds: bool = True) -> list[str]:
+    """A sentence when ranks differ in the size or, with `kinds`, in the kind of the same call of the same group."""
+    calls: dict[tuple[int, int], dict[int, Reading]] = {}
+    for rank in range(ranks):
+        pulse = _pulse(folder, rank)
+        if pulse.number:
+            calls.setdefault((pulse.group, pulse.number), {})[rank] = pulse
+    for call in calls.values():
+        first = min(call.items())[1]
+        what, said = "different collectives, where all must call one", {r: p.kind for r, p in call.items()}
+        differ = kinds and len(set(said.values())) > 1
+        if not differ and first.same_size and {p.kind for p in call.values()} == {first.kind}:
+            what = f"{first.kind} with different shapes or dtypes"
+            said = {r: f"{p.shapes} of {p.bytes:,} bytes" for r, p in call.items()}
+            differ = len({p.bytes for p in call.values()}) > 1  # shapes alone may differ: what travels is numbers
+        if differ:
+            by_rank = (f"{ranks_in_words(r for r in said if said[r] == s)} {s}" for s in dict.fromkeys(said.values()))
+            return [f"Ranks called {what}: {', '.join(by_rank)}."]
+    return []
 
 
 # ------------------------------------------------------------------------------------------------- ranks that hang
@@ -236,7 +268,8 @@ def hung(folder: str, ranks: int, timeout: float) -> RanksHung:
     if returned:
         never = "never got there: the function has returned" if waiting else "has returned"
         sentences.append(f"{ranks_in_words(returned)} {never}")
-    return RanksHung(f"no result after {timeout:g} s. " + ";\n".join(sentences) + ".")
+    report = f"no result after {timeout:g} s. " + ";\n".join(sentences) + "."
+    return RanksHung("\n".join([report, *_mismatch(folder, ranks, kinds=False)]))
 
 
 def _verb(group: list[int], verb: str) -> str:
@@ -248,10 +281,10 @@ def _read_stuck(folder: str, rank: int) -> _Stuck:
     text = open(path).read() if os.path.exists(path) else ""
     # faulthandler writes the innermost call first
     frames = [(m["file"], int(m["line"]), m["function"]) for m in _STACK_LINE.finditer(text)][::-1]
-    begun, ended, _, kind = _pulse(folder, rank)
+    pulse = _pulse(folder, rank)
     in_torch = any(os.sep + os.path.join("torch", "distributed") + os.sep in path for path, _, _ in frames)
     in_backward = any(path.endswith(os.path.join("torch", "autograd", "graph.py")) for path, _, _ in frames)
-    waits = kind if begun > ended or (in_torch and kind in ("send", "recv")) else ""
+    waits = pulse.kind if pulse.begun > pulse.ended or (in_torch and pulse.kind in ("send", "recv")) else ""
     if waits and in_backward:
         waits += ", inside backward()"
     line = nearest_line(frames)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 FOLD_SECONDS = 0.15  # how long a line waits for the same line from another rank
+TAIL, WIDTH = 1000, 500  # lines that are kept for the report of a failure, and characters of each
 # gloo announces every connection, the memory profiler every older block; true, and of no use to anybody
 _NOISE = re.compile(
     r"^\[Gloo\] Rank \d+ is connected to \d+ peer ranks\.|.*CPUAllocator\.cpp:\d+\] Memory block of unk"
@@ -47,6 +48,9 @@ class Stream:
         folder: the agent's log folder; a rank's files are found anywhere below it as ``<rank>/stdout.log``.
         ranks: how many ranks to follow.
         echo: where lines go, several at a time; ``None`` keeps the logs without showing them.
+
+    Attributes:
+        tail: the last lines, as shown or as they would have been.
     """
 
     def __init__(self, folder: str, ranks: int, echo: Callable[[str], None] | None) -> None:
@@ -58,6 +62,7 @@ class Stream:
         self._taken = 0  # lines so far
         self._place = [0] * ranks  # of the line of the queue that a rank said last
         self._logs: list[list[str]] = [[] for _ in range(ranks)]
+        self.tail: deque[str] = deque(maxlen=TAIL)
 
     @property
     def logs(self) -> list[str]:
@@ -76,6 +81,7 @@ class Stream:
             final or len(self._queue[0].ranks) == self._ranks or now - self._queue[0].since > FOLD_SECONDS
         ):
             ready += self._close(self._queue.popleft())
+        self.tail += [line[:WIDTH] for line in ready]
         if ready and self._echo is not None:
             self._echo("\n".join(ready))
 

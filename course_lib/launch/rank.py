@@ -22,7 +22,7 @@ from course_lib.files import write_atomically
 from course_lib.launch.group import LOOPBACK, exit_now, process_group
 
 if TYPE_CHECKING:
-    from course_lib.observe.recorder import Recorder
+    from course_lib.observe.collectives import Recorder
 
 # What a rank hears when a *peer* died or left: an effect of somebody else's failure, hardly ever the cause.
 PEER_LOST = (
@@ -65,7 +65,6 @@ class Failure:
     type: str
     message: str
     frames: list[tuple[str, int, str]] = field(default_factory=list)  # (file, line, function), outermost first
-    text: str = ""
     lost_peer: bool = False
 
 
@@ -109,8 +108,7 @@ def _run(rank: int, job: Job, folder: str) -> None:
     import cloudpickle
     import torch
 
-    from course_lib.observe.collectives import Pulse
-    from course_lib.observe.recorder import Recorder
+    from course_lib.observe.collectives import Pulse, Recorder
 
     torch.set_num_threads(job.threads)
     # as torchrun does: a library that finds it unset, Accelerate for one, chooses a number of its own, and says so
@@ -186,7 +184,6 @@ def _fail(rank: int, folder: str, kind: str, error: BaseException, named: str = 
         named or type(error).__name__,
         message,
         frames,
-        "".join(traceback.format_exception(type(error), error, error.__traceback__)),
         kind == "raised" and any(sign in message.lower() for sign in PEER_LOST),
     )
     write_atomically(f"{folder}/error{rank}", json.dumps(asdict(failure)).encode())

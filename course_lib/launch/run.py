@@ -74,7 +74,7 @@ def launch(
         timeout: seconds the function may take, counted from when all ranks have joined.
         backend: ``"gloo"``, ``"nccl"`` or ``None`` to let the machine decide.
         threads: PyTorch's CPU threads per rank; ``None`` shares the machine's cores out.
-        quiet: keep what the ranks print in ``run.logs`` without showing it.
+        quiet: keep what the ranks print in ``run.logs`` without showing it; an error has its last lines.
 
     Raises:
         RankFailed: a rank raised or died; the message has the learner's own line and whom it took down.
@@ -124,6 +124,10 @@ def launch(
         exit_codes = supervision.follow(thread, timeout, stream)
         outcome = _read_results(folder.path, ranks, exit_codes)
         return _assemble(outcome, stream.logs, time.perf_counter() - began - lease.waited, summary, chosen, ranks)
+    except failures.LaunchError as error:
+        if quiet:
+            error.show_output(stream.tail)
+        raise
     except KeyboardInterrupt as pressed:
         pressed._render_traceback_ = _stopped  # IPython's hook: a page of the launcher's own lines helps nobody
         raise

@@ -18,7 +18,7 @@ SLOW = (
     "torch.distributed.elastic.multiprocessing.api",
     "cloudpickle",
     "course_lib.launch.rank",
-    "course_lib.observe.recorder",
+    "course_lib.observe.collectives",
     "course_lib.observe.memory",
     "torch.distributed.tensor",
     "transformers",

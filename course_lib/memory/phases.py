@@ -139,10 +139,9 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float) -> Breakdown:
     block_casts = r.block_casts
     phases = {"forward of the last block": base + during.forward + below + forward + casts}
     if last:
-        phases["the loss"] = base + during.forward + blocks + small + max(values[f.head_forward]) + casts
-        phases["backward of the loss"] = (
-            base + during.backward + blocks + small + max(values[f.head_backward]) + casts_kept
-        )
+        there = base - during.at_work + blocks + small
+        phases["the loss"] = there + during.forward + max(values[f.head_forward]) + casts
+        phases["backward of the loss"] = there + during.backward + max(values[f.head_backward]) + casts_kept
     casts_there = block_casts if again else casts_kept - r.outer_casts
     phases["backward of the last block"] = base + during.backward + below + backward + casts_there
     phases["backward of the last block"] += during.head if last else 0

@@ -4,10 +4,20 @@ from course_lib.models.loading import (
     INSTALL,
     ModelNotAvailable,
     byte_tokenizer,
+    llama,
     load,
     no_progress_bars,
     smollm2,
     tiny_llama,
 )
 
-__all__ = ["INSTALL", "ModelNotAvailable", "byte_tokenizer", "load", "no_progress_bars", "smollm2", "tiny_llama"]
+__all__ = [
+    "INSTALL",
+    "ModelNotAvailable",
+    "byte_tokenizer",
+    "llama",
+    "load",
+    "no_progress_bars",
+    "smollm2",
+    "tiny_llama",
+]

@@ -18,6 +18,8 @@ from course_lib.models.smollm2_weights import converted_copy, packaged_gguf
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+    from course_lib.memory import Shape
+
 SMOLLM2_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 KNOWN_NAMES = (
     "tiny",
@@ -101,6 +103,26 @@ def tiny_llama(
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
     return model.to(device)
+
+
+def llama(shape: Shape, *, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """A Llama of these widths with random weights in training mode, on the device and of the tensors that the context makes."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=8192,
+        tie_word_embeddings=shape.tied,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,9 +1,8 @@
 """Observe what a rank does: memory by category, collectives, step times, bytes on the wire, a trace."""
 
-from course_lib.observe.collectives import Collective
+from course_lib.observe.collectives import Collective, record_collectives
 from course_lib.observe.memory import MemoryProbe, tensor_bytes
-from course_lib.observe.recorder import record_collectives
-from course_lib.observe.steps import Observation, Outcome, observe
+from course_lib.observe.steps import Observation, observe
 from course_lib.observe.trace import Span, trace_step
 from course_lib.observe.wire import WireMeter, sent_bytes
 
@@ -11,7 +10,6 @@ __all__ = [
     "Collective",
     "MemoryProbe",
     "Observation",
-    "Outcome",
     "Span",
     "WireMeter",
     "observe",

@@ -1,55 +1,50 @@
-"""The operators that count as collectives, the record of one call, and the pulse that shows what a rank is doing."""
+"""Record every collective that a rank issues: kind, bytes, shapes, seconds.
+
+PyTorch sends each collective, including those that DDP's C++ reducer, FSDP and DTensor start by themselves, through its
+dispatcher as an operator of the ``c10d`` namespace. A kernel registered at ``BackendSelect``, the last stop before the
+device's own kernel, records the call and passes it on unchanged. The kernel belongs to the process, so it sees every
+thread, and no other operator pays for it. (An autograd key would miss what runs under ``torch.inference_mode``, and a
+``TorchDispatchMode`` what other threads do.)
+
+A backend called directly (``ProcessGroupGloo(...).allreduce(...)``, ``group._get_backend(device).allreduce(...)``) goes
+past the dispatcher, so its methods are wrapped as well. What remains unseen: bytes that go neither way, through a socket
+of the program's own or NCCL called from compiled code. ``run.wire_bytes`` counts the sockets.
+"""
 
 from __future__ import annotations
 
+import functools
 import mmap
-import os
 import struct
-from dataclasses import dataclass
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-# operator of torch.ops.c10d -> (the field's name, which argument holds this rank's contribution)
-KINDS: dict[str, tuple[str, str]] = {
-    "allreduce_": ("all_reduce", "tensors"),
-    "allreduce_coalesced_": ("all_reduce", "tensors"),
-    "broadcast_": ("broadcast", "tensors"),
-    "reduce_": ("reduce", "tensors"),
-    "allgather_": ("all_gather", "input_tensors"),
-    "_allgather_base_": ("all_gather", "input_tensor"),
-    "allgather_coalesced_": ("all_gather", "input_list"),
-    "allgather_into_tensor_coalesced_": ("all_gather", "inputs"),
-    "reduce_scatter_": ("reduce_scatter", "input_tensors"),
-    "_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
-    "gather_": ("gather", "input_tensors"),
-    "scatter_": ("scatter", "input_tensors"),
-    "alltoall_": ("all_to_all", "input_tensors"),
-    "alltoall_base_": ("all_to_all", "input"),
-    "barrier": ("barrier", ""),
-    "send": ("send", "tensors"),
-    "recv_": ("recv", "tensors"),
-    "recv_any_source_": ("recv", "tensors"),
-}
-# method of a backend -> (the field's name, position of the argument that holds this rank's contribution)
-BACKEND_METHODS: dict[str, tuple[str, int | None]] = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0),
-    "allgather": ("all_gather", 1),
-    "allgather_coalesced": ("all_gather", 1),
-    "_allgather_base": ("all_gather", 1),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 1),
-    "alltoall": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "barrier": ("barrier", None),
-    "send": ("send", 0),
-    "recv": ("recv", 0),
-    "recv_anysource": ("recv", 0),
+_METHODS = {  # the field's name -> methods of a backend, and operators of torch.ops.c10d with or without a "_" behind them
+    "all_reduce": "allreduce allreduce_coalesced",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "all_gather": "allgather allgather_coalesced _allgather_base allgather_into_tensor_coalesced",
+    "reduce_scatter": "reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced",
+    "gather": "gather",
+    "scatter": "scatter",
+    "all_to_all": "alltoall alltoall_base",
+    "barrier": "barrier",
+    "send": "send",
+    "recv": "recv recv_anysource recv_any_source",
 }
 POINT_TO_POINT = frozenset({"send", "recv"})
+# what every rank contributes as many bytes to; to an all_to_all it need not
+SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"})
+_OUTPUT_FIRST = frozenset({"all_gather", "reduce_scatter", "gather", "scatter", "all_to_all"})
+# what the argument is called that holds this rank's contribution
+_CONTRIBUTIONS = ("tensors", "tensor", "input_tensors", "input_tensor", "inputTensor", "inputs", "input", "input_list")
+CALLBACK_SECONDS, CALLBACKS_IN_FLIGHT = 0.25, 16  # how long to wait at the end of a run, and for how many of the last
 
 
 @dataclass(slots=True)
@@ -65,6 +60,7 @@ class Collective:
         start: seconds since the recorder was installed.
         group: global ranks that took part; for a backend called directly its own numbers, 0 to n - 1.
         peer: the other end of a send or a recv, numbered as in ``group``; ``None`` for collectives and any source.
+        shapes: of the tensors that ``bytes`` counts, in their order.
     """
 
     rank: int
@@ -74,6 +70,7 @@ class Collective:
     start: float
     group: tuple[int, ...]
     peer: int | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def wire_bytes(self) -> float:
@@ -85,24 +82,307 @@ class Collective:
         return float(self.bytes) if self.kind == "send" else 0.0
 
 
-class Pulse:
-    """What a rank is doing right now, in 48 bytes of a shared file: readable when the rank itself no longer answers."""
+class Reading(NamedTuple):
+    """What a rank's pulse says; all zero for a rank that issued nothing.
 
-    LAYOUT = struct.Struct("<qqq24s")  # collectives begun, collectives ended, bytes of the last one, its kind
+    Attributes:
+        begun, ended: collectives so far.
+        bytes, kind, shapes: of the last one begun; the shapes as text.
+        group, number: equal on ranks that are in the same call: which group, and which of its collectives. 0 for a send,
+            a recv and a backend called directly.
+        same_size: every rank has to contribute the same number of bytes to it.
+    """
+
+    begun: int = 0
+    ended: int = 0
+    bytes: int = 0
+    group: int = 0
+    number: int = 0
+    same_size: bool = False
+    kind: str = ""
+    shapes: str = ""
+
+
+class Pulse:
+    """What a rank is doing right now, in a few bytes of a shared file: readable when the rank no longer answers."""
+
+    LAYOUT, ENDED, TEXT = struct.Struct("<qqqqq?24s64s"), struct.Struct("<q"), 64
 
     def __init__(self, path: str) -> None:
-        with open(path, "wb") as file:
-            file.write(bytes(self.LAYOUT.size))
-        fd = os.open(path, os.O_RDWR)
-        self._page = mmap.mmap(fd, self.LAYOUT.size)
-        os.close(fd)
+        with open(path, "w+b") as file:
+            file.truncate(self.LAYOUT.size)
+            self._page = mmap.mmap(file.fileno(), self.LAYOUT.size)
 
-    def write(self, begun: int, ended: int, num_bytes: int, kind: str) -> None:
-        self.LAYOUT.pack_into(self._page, 0, begun, ended, num_bytes, kind.encode())
+    def begin(self, begun: int, ended: int, call: Collective, *which: int) -> None:
+        """``which``: group, number and same_size of the `Reading`."""
+        shapes = ", ".join(map(str, call.shapes[: self.TEXT])).encode()  # each is longer than a character
+        if len(shapes) > self.TEXT:
+            shapes = shapes[: self.TEXT - len("…".encode())] + "…".encode()
+        self.LAYOUT.pack_into(self._page, 0, begun, ended, call.bytes, *which, call.kind.encode(), shapes)
+
+    def end(self, ended: int) -> None:
+        self.ENDED.pack_into(self._page, self.ENDED.size, ended)
 
     @classmethod
-    def read(cls, path: str) -> tuple[int, int, int, str]:
-        """(begun, ended, bytes of the last collective, its kind); all zero for a rank that issued none."""
+    def read(cls, path: str) -> Reading:
         with open(path, "rb") as file:
-            begun, ended, num_bytes, kind = cls.LAYOUT.unpack(file.read(cls.LAYOUT.size))
-        return begun, ended, num_bytes, kind.rstrip(b"\0").decode()
+            *numbers, kind, shapes = cls.LAYOUT.unpack(file.read(cls.LAYOUT.size))
+        return Reading(*numbers, *(text.rstrip(b"\0").decode() for text in (kind, shapes)))
+
+
+@dataclass
+class Recorder:
+    """Records every collective of this process, whichever thread issues it, from :meth:`install` on."""
+
+    pulse: Pulse | None = None
+    log: list[Collective] = field(default_factory=list)
+    label: str = ""  # see `label_calls`
+    _users: int = 0
+    _undo: ExitStack = field(default_factory=ExitStack)
+    _zero: float = 0.0
+    _ended: int = 0
+    _numbers: Counter[int] = field(default_factory=Counter)  # collectives begun, by group
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _kept: dict[int, Any] = field(default_factory=dict)
+    _events: list[tuple[Collective, Any, Any]] = field(default_factory=list)
+
+    def install(self) -> Recorder:
+        """Start recording. One recorder per process; as many calls of :meth:`remove` as of this one end it."""
+        import torch
+        from torch._C._distributed_c10d import Backend
+
+        global _installed
+        assert _installed in (None, self), "this process has a recorder already"
+        self._users += 1
+        if self._users > 1:
+            return self
+        _installed, self._zero = self, time.perf_counter()
+        library = torch.library.Library("c10d", "IMPL")
+        self._undo.callback(library._destroy)
+        # some come and go between torch 2.11 and 2.15
+        for kind, name in ((kind, name) for kind, names in _METHODS.items() for name in names.split()):
+            if (method := getattr(Backend, name, None)) is not None:
+                self._undo.callback(setattr, Backend, name, method)
+                setattr(Backend, name, self._method(method, kind))
+            for operator in (name, f"{name}_"):
+                if (packet := getattr(torch.ops.c10d, operator, None)) is not None:
+                    library.impl(operator, self._kernel(packet.default, kind), "BackendSelect", with_keyset=True)
+        return self
+
+    def remove(self) -> None:
+        """Stop recording; what is in flight still gets its seconds."""
+        global _installed
+        self._users -= 1
+        if not self._users:
+            _installed = None
+            self._undo.close()
+
+    def _kernel(self, op: Any, kind: str) -> Callable[..., Any]:
+        """Return what the dispatcher calls in place of ``op``."""
+        import torch
+        from torch.distributed import ProcessGroup, get_process_group_ranks
+        from torch.distributed.distributed_c10d import Work
+
+        names = [a.name for a in op._schema.arguments]
+        contribution = next((name for name in names if name in _CONTRIBUTIONS and kind != "barrier"), None)
+        peer = next((name for name in ("dst", "src") if name in names), None)
+        device_kernel = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+        def recorded(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            values = dict(zip(names, args, strict=False)) | kwargs
+            group = ProcessGroup.unbox(values["process_group"])
+            ranks = tuple(get_process_group_ranks(group))
+            to = ranks[values[peer]] if peer else None
+            call = functools.partial(op.redispatch, keyset & device_kernel, *args, **kwargs)
+            record, result = self._call(call, kind, values.get(contribution, ()), ranks, to, group.group_name)
+            if kind in POINT_TO_POINT:
+                return result
+            boxed = result[-1] if isinstance(result, (tuple, list)) else result  # (tensors, work), or the work alone
+            work = Work.unbox(boxed)
+            noted = self._note_end(record, work)
+            if noted is work:
+                return result
+            self._kept[id(record)] = noted  # C++ keeps no Python object alive
+            boxed = noted.boxed()
+            return type(result)((*result[:-1], boxed)) if isinstance(result, (tuple, list)) else boxed
+
+        return recorded
+
+    def _method(self, method: Any, kind: str) -> Callable[..., Any]:
+        """Return what Python code calls in place of a backend's ``method``."""
+        position = int(kind in _OUTPUT_FIRST)
+
+        @functools.wraps(method)
+        def recorded(backend: Any, *args: Any, **kwargs: Any) -> Any:
+            value, peer = (), None
+            if kind != "barrier":
+                named = (kwargs[name] for name in _CONTRIBUTIONS if name in kwargs)
+                value = args[position] if position < len(args) else next(named, ())
+            if method.__name__ in ("send", "recv"):
+                peer = args[1] if len(args) > 1 else kwargs.get("dstRank", kwargs.get("srcRank"))
+            call = functools.partial(method, backend, *args, **kwargs)
+            record, work = self._call(call, kind, value, tuple(range(backend.size())), peer)
+            return work if kind in POINT_TO_POINT else self._note_end(record, work)
+
+        return recorded
+
+    def _call(
+        self, call: Callable[[], Any], kind: str, value: Any, ranks: tuple[int, ...], peer: int | None, name: str = ""
+    ) -> tuple[Collective, Any]:
+        """Make a call, with its record. ``name``: the group's; a backend called directly is of no group that others know."""
+        import torch
+
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        tensors = _tensors(value)
+        num_bytes, shapes = sum(t.numel() * t.element_size() for t in tensors), tuple(tuple(t.shape) for t in tensors)
+        record = Collective(rank, kind, num_bytes, None, time.perf_counter() - self._zero, ranks, peer, shapes)
+        group = _group_number(name, ranks) if name and kind not in POINT_TO_POINT else 0
+        with self._lock:
+            self.log.append(record)
+            self._numbers[group] += 1
+            if self.pulse is not None:
+                # NCCL gathers tensors of different sizes too
+                same_size = kind in SAME_SIZE and not (kind == "all_gather" and tensors[0].is_cuda)
+                number = self._numbers[group] if group else 0
+                self.pulse.begin(len(self.log), self._ended, record, group, number, same_size)
+        try:
+            with torch.profiler.record_function(self.label) if self.label else nullcontext():
+                result = call()
+        except BaseException:  # refused: it is not under way, and no call of its group
+            with self._lock:
+                self._numbers[group] -= 1
+                if self.pulse is not None:
+                    self.pulse.begin(len(self.log), self._ended, record, 0, 0, False)
+            self._end(record, seen=False)
+            raise
+        if kind in POINT_TO_POINT:  # gloo tells nobody of their end; a hang still shows in the stack
+            self._end(record, seen=False)
+        return record, result
+
+    def _end(self, record: Collective, *, seen: bool = True) -> None:
+        if seen:
+            record.seconds = time.perf_counter() - self._zero - record.start
+        self._kept.pop(id(record), None)
+        with self._lock:
+            self._ended += 1
+            if self.pulse is not None:
+                self.pulse.end(self._ended)
+
+    def _note_end(self, record: Collective, work: Any) -> Any:
+        """Have the end of ``work`` recorded. Returns the work for the caller to wait for: itself, or one around it."""
+        import torch
+
+        try:
+            future = work.get_future()
+        except RuntimeError:  # gloo's reduce_scatter has none
+            return _noted_class()(work, lambda: self._end(record))
+        on_gpu = torch.cuda.is_initialized() and "nccl" in torch.distributed.get_backend()
+        begin = _gpu_event() if on_gpu else None
+
+        def done(future: Any) -> None:
+            if on_gpu:  # this runs on a stream that waits for NCCL's; the seconds come when the events are read
+                self._events.append((record, begin, _gpu_event()))
+                self._end(record, seen=False)
+                return
+            with suppress(RuntimeError):  # a peer is gone: this rank never got out of it, and will hear of it by itself
+                future.value()
+                self._end(record)
+
+        future.add_done_callback(done)
+        return work
+
+    def collect(self) -> list[Collective]:
+        """Return the log so far, having waited for the device on CUDA, and a moment for callbacks: the seconds are known."""
+        # A collective's waiter may go on before its callback has run on gloo's own thread
+        give_up = time.perf_counter() + CALLBACK_SECONDS
+        while time.perf_counter() < give_up and any(
+            c.seconds is None and c.kind not in POINT_TO_POINT for c in self.log[-CALLBACKS_IN_FLIGHT:]
+        ):
+            time.sleep(0.001)
+        if self._events:
+            import torch
+
+            torch.cuda.synchronize()
+            for record, begin, end in self._events:
+                record.seconds = begin.elapsed_time(end) / 1e3
+            self._events.clear()
+        return list(self.log)
+
+
+_installed: Recorder | None = None
+
+
+@contextmanager
+def label_calls(label: str) -> Iterator[None]:
+    """Within it PyTorch's profiler shows the time inside each backend's call under this label."""
+    recorder = (_installed or Recorder()).install()
+    before, recorder.label = recorder.label, label
+    try:
+        yield
+    finally:
+        recorder.label = before
+        recorder.remove()
+
+
+@contextmanager
+def record_collectives() -> Iterator[list[Collective]]:
+    """Collect the collectives that this rank issues within the block, from every thread; also under torchrun.
+
+    >>> with record_collectives() as issued:
+    ...     loss.backward()
+    >>> sum(c.bytes for c in issued if c.kind == "all_reduce")
+
+    Yields:
+        a list that is filled when the block ends. Blocks may lie in each other, and in a launch.
+    """
+    recorder = (_installed or Recorder()).install()
+    first, issued = len(recorder.log), []
+    try:
+        yield issued
+    finally:
+        recorder.remove()
+        issued += recorder.collect()[first:]
+
+
+@functools.cache
+def _noted_class() -> type:
+    """Make the class once: a class holds reference cycles, and one per call would keep ``work`` and its tensors alive."""
+    from torch.distributed.distributed_c10d import Work
+
+    class Noted(Work):
+        """A work that calls ``ended`` when somebody has waited for it."""
+
+        def __init__(self, work: Any, ended: Callable[[], None]) -> None:
+            super().__init__()
+            self._work, self._ended = work, ended
+
+        def wait(self, *timeout: Any) -> bool:
+            work, ended = self._work, self._ended
+            if work is None:  # waited for before
+                return True
+            done = work.wait(*timeout)
+            self._work = self._ended = None  # gloo's work holds the whole input of a reduce_scatter
+            ended()
+            return done
+
+        def is_completed(self) -> bool:
+            return self._work is None or self._work.is_completed()
+
+    return Noted
+
+
+def _gpu_event() -> Any:
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _tensors(value: Any) -> list[Any]:
+    return [t for v in value for t in _tensors(v)] if isinstance(value, (list, tuple)) else [value]
+
+
+@functools.cache
+def _group_number(name: str, ranks: tuple[int, ...]) -> int:
+    return zlib.crc32(f"{name}: {ranks}".encode())

@@ -1,23 +1,43 @@
-"""Count bytes by category on a rank: parameters, gradients, optimizer state, activations, and the peak.
+"""Bytes of a rank: by category, at the peak, and one allocation after the other.
 
-On the CPU every figure is exact: tensors' storages are counted once each, and the peak comes from the allocator's own
-events, recorded by the profiler during one step. On CUDA the peak is the caching allocator's, allocated and reserved
-apart.
+What each instrument counts:
+
+`tensor_bytes`        the storages behind tensors, each once.
+`MemoryProbe`         a real step. On CPU the peak is the allocator's own, from the events that PyTorch's profiler
+                      records, so what a kernel takes for a moment is in it. On CUDA it is the caching allocator's,
+                      allocated and reserved apart.
+`record_allocations`  the same events of the CPU's allocator, one by one.
+`LiveStorages`        (course_lib.observe.fake) the storages that operations make, on real or on fake tensors: what a
+                      kernel takes for itself is not in it.
+
+gloo's copies. gloo copies what it sends: the whole output of an all-gather, the whole input of a reduce-scatter, which
+it runs as an all-reduce on the copy. NCCL does not, nor does PyTorch's fake backend, so a peak that is meant for GPUs
+must not contain them. "peak" and `LiveStorages` leave these copies out; "gloo_copies" says by how much they lift the
+peak on this machine. The sum of the two is the allocator's own peak.
 """
 
 from __future__ import annotations
 
+import os
+import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from course_lib.observe.saved_tensors import FreedStorages, SavedForBackward, storage_of
+from course_lib.observe.collectives import label_calls
 
 if TYPE_CHECKING:
     import torch
 
+IN_BACKEND = "in a backend's call"  # the profiler's label for it
 # What the observers of this process have found; a rank hands the last one to the notebook as run.memory.
 _found: list[dict[str, Any]] = []
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The memory behind a tensor; behind a DTensor that of its local shard."""
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -36,24 +56,25 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
 
 
-def bucket_bytes(model: torch.nn.Module) -> int:
-    """Bytes of DDP's own gradient buckets; 0 for other models and where gradients are views of the buckets."""
-    return 0 if getattr(model, "gradient_as_bucket_view", False) else _buckets(model)[0]
+def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[torch.Tensor]:
+    """What lies in memory between two steps: parameters, buffers, gradients if not cleared, the optimizer's state.
+
+    NF4 weights have constants that are no parameters (`course_lib.training.finetune.building.quantization_constants`): add them.
+    """
+    parameters = list(model.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return [*parameters, *model.buffers(), *gradients, *(optimizer_tensors(optimizer) if optimizer else [])]
 
 
-def _buckets(model: torch.nn.Module) -> tuple[int, bool]:
-    """(bytes of all of DDP's buckets, whether it has rebuilt them in the order of its first backward pass)."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    if not isinstance(model, DistributedDataParallel):
-        return 0, False
-    logged = model._get_ddp_logging_data()
-    sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]  # the same sum
-    return sum(int(size) for size in str(sizes).split(",")), model._has_rebuilt_buckets
-
-
+# ---------------------------------------------------------------------------------------------------- by category
 class MemoryProbe:
-    """Measures one training step of ``model`` and ``optimizer``; use as ``with probe.measure(): <one step>``."""
+    """Measures one training step of ``model`` and ``optimizer``; use as ``with probe.measure(): <one step>``.
+
+    Attributes:
+        bytes: of the last measured step: parameters (with buffers), gradients, optimizer_state, ddp_buckets,
+            activations (the most that autograd kept for the backward pass), peak; on CPU also gloo_copies, on CUDA
+            peak_reserved. Empty before.
+    """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         self.model = model
@@ -62,19 +83,16 @@ class MemoryProbe:
 
     def resident(self) -> dict[str, int]:
         """Bytes that stay between steps, by category."""
-        params = list(self.model.parameters())
         return {
-            "parameters": tensor_bytes([*params, *self.model.buffers()]),
-            "gradients": self._gradient_bytes(),
+            "parameters": tensor_bytes([*self.model.parameters(), *self.model.buffers()]),
+            "gradients": tensor_bytes(self._gradients()),
             "optimizer_state": tensor_bytes(optimizer_tensors(self.optimizer)) if self.optimizer else 0,
-            "ddp_buckets": bucket_bytes(self.model),
+            # gradients that are views of the buckets have been counted
+            "ddp_buckets": 0 if getattr(self.model, "gradient_as_bucket_view", False) else _buckets(self.model)[0],
         }
 
-    def _gradient_tensors(self) -> list[torch.Tensor]:
+    def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
-
-    def _gradient_bytes(self) -> int:
-        return tensor_bytes(self._gradient_tensors())
 
     def _call_before_step(self, note: Callable[..., None], stack: ExitStack) -> None:
         """Have `note` called when the backward pass is over and the optimizer's step begins, as long as `stack` lives."""
@@ -83,46 +101,37 @@ class MemoryProbe:
 
     @contextmanager
     def measure(self) -> Iterator[MemoryProbe]:
-        """Around one whole step: forward, backward, optimizer step."""
+        """Around one whole step: forward, backward, optimizer step.
+
+        Raises:
+            RuntimeError: on CPU, while another probe or another profiler is at work.
+        """
         import torch
 
-        from course_lib.observe.profiler import Allocations
-
-        on_cuda = any(p.is_cuda for p in self.model.parameters())
         before = self.resident()
         buckets, rebuilt = _buckets(self.model)
-        # those that no gradient is a view of just now are held by DDP all the same
-        buckets -= before["gradients"] if getattr(self.model, "gradient_as_bucket_view", False) else 0
-        freed = FreedStorages(self._gradient_tensors())
-        saved = SavedForBackward(self.model, freed.check)
         gradients = 0
 
         def note_gradients(*_: Any) -> None:
             nonlocal gradients
-            gradients = self._gradient_bytes()
+            gradients = tensor_bytes(self._gradients())
 
         with ExitStack() as stack:
             self._call_before_step(note_gradients, stack)
-            for module in self.model.modules():
-                if module._parameters:
-                    stack.callback(module.register_forward_pre_hook(saved.note_own).remove)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack))
-            if on_cuda:
+            saved = stack.enter_context(SavedForBackward(self.model))
+            if any(p.is_cuda for p in self.model.parameters()):
                 torch.cuda.reset_peak_memory_stats()
                 yield self
-                peak = {
-                    "peak": torch.cuda.max_memory_allocated(),
-                    "peak_reserved": torch.cuda.max_memory_reserved(),
-                }
+                peak = _cuda_peaks()
             else:
-                recording = stack.enter_context(Allocations())
-                yield self
-                recording.stop()
-                freed.check()
-                if buckets and _buckets(self.model)[1] > rebuilt:  # DDP rebuilt them as this step began
-                    freed.log.append((0, -buckets))
-                held = sum(before.values()) - before.get("ddp_buckets", 0) + buckets
-                peak = {"peak": held + _highest(recording.log, freed.log)}
+                with AllocatorLog(self._gradients()) as log:
+                    yield self
+                view = getattr(self.model, "gradient_as_bucket_view", False)
+                buckets -= before["gradients"] if view else 0  # those that no gradient is a view of just now
+                held = sum(before.values()) - before.get("ddp_buckets", 0)
+                if _buckets(self.model)[1] == rebuilt:  # else DDP made new ones as this step began
+                    held += buckets
+                peak = log.peaks(held)
         after = self.resident()
         self.bytes = {
             **after,
@@ -134,23 +143,21 @@ class MemoryProbe:
         _found.append(self.bytes)
 
 
-def _highest(allocations: list[tuple[int, int, int]], freed: list[tuple[int, int]]) -> int:
-    """Highest sum of bytes above the start, in the order of time."""
-    ours: set[int] = set()
-    changes = freed
-    for at, address, size in allocations:
-        if size > 0:
-            ours.add(address)
-        elif address not in ours:  # an older block: the size is unknown or, after an earlier recording, wrong
-            continue
-        else:
-            ours.remove(address)
-        changes.append((at, size))
-    now = highest = 0
-    for _, size in sorted(changes, key=lambda change: change[0]):
-        now += size
-        highest = max(highest, now)
-    return highest
+def _buckets(model: torch.nn.Module) -> tuple[int, bool]:
+    """(bytes of all of DDP's gradient buckets, whether it has rebuilt them in the order of its first backward pass)."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not isinstance(model, DistributedDataParallel):
+        return 0, False
+    logged = model._get_ddp_logging_data()
+    sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]  # the same sum
+    return sum(int(size) for size in str(sizes).split(",")), model._has_rebuilt_buckets
+
+
+def _cuda_peaks() -> dict[str, int]:
+    import torch
+
+    return {"peak": torch.cuda.max_memory_allocated(), "peak_reserved": torch.cuda.max_memory_reserved()}
 
 
 def start_process_peak() -> None:
@@ -166,8 +173,227 @@ def process_report() -> dict[str, Any]:
     """What this rank's last probe found; on CUDA at least the allocator's peaks."""
     import torch
 
-    report = dict(_found[-1]) if _found else {}
-    if torch.cuda.is_initialized():
-        report.setdefault("peak", torch.cuda.max_memory_allocated())
-        report.setdefault("peak_reserved", torch.cuda.max_memory_reserved())
-    return report
+    return (_cuda_peaks() if torch.cuda.is_initialized() else {}) | (_found[-1] if _found else {})
+
+
+# ------------------------------------------------------------------------------------ what the backward pass needs
+class SavedForBackward:
+    """Bytes that autograd keeps for the backward pass, the model's own parameters and buffers left out.
+
+    Attributes:
+        now, highest: bytes kept at this moment, and the most so far.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._own = {storage_of(t)._cdata for t in [*model.parameters(), *model.buffers()]}
+        self._users: dict[int, list[int]] = {}  # storage -> [how many kept tensors lie in it, its bytes]
+        self.now = self.highest = 0
+
+    def __enter__(self) -> SavedForBackward:
+        import torch
+
+        with ExitStack() as stack:
+            for module in self._model.modules():
+                if module._parameters:
+                    stack.callback(module.register_forward_pre_hook(self._note_own).remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.close()
+
+    def _note_own(self, module: torch.nn.Module, _: Any) -> None:
+        """Before a module's forward: FSDP has just put the gathered parameters in the place of the shards."""
+        self._own |= {storage_of(p)._cdata for p in module._parameters.values() if p is not None}
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        storage = storage_of(tensor)
+        if storage._cdata in self._own:
+            return tensor
+        if storage._cdata not in self._users:
+            self._users[storage._cdata] = [0, storage.nbytes()]
+            self.now += storage.nbytes()
+            self.highest = max(self.highest, self.now)
+        self._users[storage._cdata][0] += 1
+        # detached: an output that its own node keeps would be a cycle, which a split backward pass never breaks
+        return _Kept(tensor.detach(), self, storage._cdata)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        return packed.tensor if isinstance(packed, _Kept) else packed
+
+    def release(self, storage: int) -> None:
+        users = self._users[storage]
+        users[0] -= 1
+        if not users[0]:
+            self.now -= users[1]
+            del self._users[storage]
+
+
+class _Kept:
+    """What autograd holds in place of a tensor that the backward pass needs; gone when autograd lets go of it."""
+
+    __slots__ = ("tensor", "_book", "_storage")
+
+    def __init__(self, tensor: torch.Tensor, book: SavedForBackward, storage: int) -> None:
+        self.tensor, self._book, self._storage = tensor, book, storage
+
+    def __del__(self) -> None:
+        self._book.release(self._storage)
+
+
+# ------------------------------------------------------------------------------------ allocation by allocation, on CPU
+class Allocation(NamedTuple):
+    """A block of memory that came or went. Without its first field it is an event of `course_lib.memory.allocator`.
+
+    Attributes:
+        at: nanoseconds since the recording began; 0 for what was there before, else at least 1.
+        allocate: True where it came, False where it went.
+        id: of the block, the same at both ends of its life.
+        bytes: its size.
+    """
+
+    at: int
+    allocate: bool
+    id: int
+    bytes: int
+
+
+class AllocatorLog:
+    """Within it, what the CPU's allocator does for this thread and for gloo's threads that work for it.
+
+    oneDNN is switched off meanwhile: on CPUs with 16-bit instructions (AVX512-BF16, AVX512-FP16, AMX) it takes memory
+    for reordered copies of its operands, which depend on the CPU and say nothing about the model. PyTorch's other
+    kernels give the same events on every CPU. Of operations nothing is recorded, or this would cost a small model's step
+    as much as the step itself.
+
+    Args:
+        older: tensors that are there already. They come first, each storage once, and are seen to go, too: of other older
+            blocks the allocator does not tell.
+
+    Attributes:
+        events: in the order of time, once the block is over.
+        copies: ids of the blocks that are gloo's own.
+
+    Raises:
+        ValueError: a tensor is not on the CPU.
+        RuntimeError: another profiler or probe is at work in this thread.
+    """
+
+    def __init__(self, older: Iterable[torch.Tensor]) -> None:
+        import torch
+
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError("A profiler or a memory probe is at work already: measure one step after the other.")
+        self.events: list[Allocation] = []
+        self.copies: set[int] = set()
+        self._gone: list[tuple[int, Allocation]] = []
+        self._watches = []
+        seen = set()
+        for storage in map(storage_of, older):
+            if storage.device.type != "cpu":
+                raise ValueError(f"A tensor is on {storage.device}: only the CPU's allocations can be recorded.")
+            if storage._cdata not in seen and storage.nbytes():
+                seen.add(storage._cdata)
+                self.events.append(Allocation(0, True, len(self.events), storage.nbytes()))
+                self._watches.append(weakref.finalize(storage, self._note_end, self.events[-1]))
+
+    def _note_end(self, block: Allocation) -> None:
+        self._gone.append((time.time_ns(), block))
+
+    def __enter__(self) -> AllocatorLog:
+        import torch
+        from torch._C._profiler import RecordScope
+        from torch.autograd.profiler import profile
+
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints a line at every start and stop
+        config = profile(use_kineto=True, profile_memory=True).config()
+        activities = {torch.profiler.ProfilerActivity.CPU}
+        self._onednn_was_on = torch.backends.mkldnn.enabled
+        torch.backends.mkldnn.enabled = False
+        torch.autograd._prepare_profiler(config, activities)
+        torch.autograd._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
+        self._open = ExitStack()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._open.enter_context(label_calls(IN_BACKEND))
+        self._began = time.time_ns()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        import torch
+
+        self._open.close()
+        tree = torch.autograd._disable_profiler().experimental_event_tree()
+        torch.backends.mkldnn.enabled = self._onednn_was_on
+        for watch in self._watches:
+            watch.detach()
+        alive: dict[int, Allocation] = {}  # address -> block
+        blocks = len(self.events)
+        for at, address, size, by_gloo in sorted(_allocations(tree, False)):
+            at = max(at - self._began, 1)
+            if size > 0:
+                alive[address] = Allocation(at, True, blocks, size)
+                self.events.append(alive[address])
+                self.copies |= {blocks} if by_gloo else set()
+                blocks += 1
+            elif address in alive:  # else an older block: its size is unknown or, after an earlier recording, wrong
+                self.events.append(alive.pop(address)._replace(at=at, allocate=False))
+        self.events += [block._replace(at=max(at - self._began, 1), allocate=False) for at, block in self._gone]
+        self.events.sort(key=lambda event: event.at)
+
+    def peaks(self, held: int) -> dict[str, int]:
+        """The "peak" without gloo's copies, in bytes, and by how much they lift it.
+
+        Args:
+            held: bytes that were there when the recording began.
+        """
+        now = highest = without = held
+        copied = 0
+        for event in self.events:
+            if event.at:
+                change = event.bytes if event.allocate else -event.bytes
+                now += change
+                copied += change if event.id in self.copies else 0
+                highest, without = max(highest, now), max(without, now - copied)
+        return {"peak": without, "gloo_copies": highest - without}
+
+
+def _allocations(events: Iterable[Any], by_gloo: bool) -> Iterator[tuple[int, int, int, bool]]:
+    """(nanoseconds since the epoch, address, bytes, whether gloo took them) below these events; freed ones below 0."""
+    from torch._C._profiler import _EventType
+
+    for event in events:
+        if event.tag == _EventType.Allocation:
+            yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, by_gloo
+        yield from _allocations(event.children, by_gloo or event.name == IN_BACKEND or event.name.startswith("gloo:"))
+
+
+def record_allocations(fn: Callable[[], Any], held: Iterable[torch.Tensor] = ()) -> list[Allocation]:
+    """Call `fn` and list every allocation that the CPU's allocator makes for this thread, in the order of time.
+
+    Args:
+        fn: one training step, or several.
+        held: tensors that were there before. They come first in the list, each storage once, and are seen to go, too:
+            of other older blocks the allocator tells nothing. See `training_tensors`.
+
+    Raises:
+        ValueError, RuntimeError: as `AllocatorLog`.
+    """
+    log = AllocatorLog(held)
+    del held
+    with log:
+        fn()
+    return log.events
+
+
+def memory_over_time(events: Iterable[Allocation]) -> list[tuple[int, int]]:
+    """(nanoseconds, bytes now) after each event; at 0 once, with all that was there before."""
+    now, curve = 0, [(0, 0)]
+    for event in events:
+        now += event.bytes if event.allocate else -event.bytes
+        if event.at == curve[-1][0]:
+            curve[-1] = (event.at, now)
+        else:
+            curve.append((event.at, now))
+    return curve

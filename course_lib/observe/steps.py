@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from course_lib.observe.memory import MemoryProbe
 from course_lib.observe.wire import sent_bytes
@@ -19,41 +19,13 @@ WARM_UP = 1  # the first step allocates the optimizer's state and DDP's buckets:
 
 
 @dataclass
-class Outcome:
-    """What a training program returns on each rank, so that programs can be compared with each other.
-
-    Attributes:
-        losses: mean loss of the whole global batch, one per step, equal on every rank.
-        wrapper: class name of what wrapped the model: proof that no launcher silently fell back to something else.
-        rank, world_size: this rank's place.
-        median_step: seconds, the first step left out; 0 where no step was timed.
-        tokens_per_second: this rank's; 0 where no step was timed.
-        memory: bytes by category (see `Observation.memory`).
-        wire_bytes: bytes this rank sent per step (see `Observation.wire_bytes`).
-        extra: what this program reports beyond the others.
-    """
-
-    losses: list[float]
-    wrapper: str
-    rank: int
-    world_size: int
-    median_step: float
-    tokens_per_second: float
-    memory: dict[str, int]
-    wire_bytes: float | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
 class Observation:
-    """What :func:`observe` saw.
+    """What :func:`observe` saw. A step that raises is not counted.
 
     Attributes:
         step_seconds: one entry per step; the step that the memory probe slowed down is left out.
         tokens: this rank's tokens in each of these steps.
         sent: bytes that this rank sent in each step, the measured one included; empty where the system does not count.
-        memory: bytes by category: parameters, gradients, optimizer_state, ddp_buckets, activations (what autograd
-            keeps for the backward pass), peak; on CUDA also peak_reserved. Empty until the measured step is over.
     """
 
     probe: MemoryProbe | None = None
@@ -65,6 +37,7 @@ class Observation:
 
     @property
     def memory(self) -> dict[str, int]:
+        """Bytes by category (see `MemoryProbe.bytes`); empty until the measured step is over."""
         return self.probe.bytes if self.probe else {}
 
     @property
@@ -85,51 +58,28 @@ class Observation:
 
     @contextmanager
     def step(self, tokens: int = 0) -> Iterator[None]:
-        """Wrap one optimizer step. ``tokens``: how many tokens this rank trains on in it."""
-        number, self.num_steps = self.num_steps, self.num_steps + 1
+        """Wrap one optimizer step. ``tokens``: how many tokens this rank trains on in it.
+
+        Raises:
+            RuntimeError: on CPU, where the memory of two steps, one inside the other, would be measured at once.
+        """
+        import torch
+
         sent_before = sent_bytes()
-        if self.probe is not None and number == self.measured_step:
+        if self.probe is not None and self.num_steps == self.measured_step:
             with self.probe.measure():
                 yield
         else:
             began = time.perf_counter()
             yield
-            _finish_device_work()
+            if torch.cuda.is_initialized():  # kernels run behind Python's back; without this a step takes no time
+                torch.cuda.synchronize()
             self.step_seconds.append(time.perf_counter() - began)
             self.tokens.append(tokens)
         sent_after = sent_bytes()
         if sent_before is not None and sent_after is not None:
             self.sent.append(sent_after - sent_before)
-
-    def outcome(self, losses: list[float], wrapper: str, **extra: Any) -> Outcome:
-        """Return this rank's `Outcome`, with rank and world size from the process group (rank 0 of 1 without one).
-
-        Args:
-            losses: mean loss of the whole global batch, one per step.
-            wrapper: class name of what wrapped the model.
-            extra: what this program reports beyond the others.
-        """
-        import torch.distributed as dist
-
-        grouped = dist.is_available() and dist.is_initialized()
-        return Outcome(
-            losses=losses,
-            wrapper=wrapper,
-            rank=dist.get_rank() if grouped else 0,
-            world_size=dist.get_world_size() if grouped else 1,
-            median_step=self.median_step if self.step_seconds else 0.0,
-            tokens_per_second=self.tokens_per_second if self.step_seconds else 0.0,
-            memory=self.memory,
-            wire_bytes=self.wire_bytes if grouped else None,  # alone, its sockets are somebody else's: Jupyter's
-            extra=extra,
-        )
-
-
-def _finish_device_work() -> None:
-    import torch
-
-    if torch.cuda.is_initialized():  # kernels run behind Python's back; without this a step takes no time
-        torch.cuda.synchronize()
+        self.num_steps += 1
 
 
 def observe(
@@ -149,7 +99,7 @@ def observe(
 
     Args:
         model, optimizer: whose bytes to count; leave both out for times alone.
-        probe: counts instead, for a model that needs a probe of its own (`course_lib.observe.deepspeed_memory`).
+        probe: counts instead, for a model that needs a probe of its own (`course_lib.observe.holdings`).
         measured_step: index of the one step during which memory is measured (slower; its time is not reported).
 
     Raises:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from course_lib.observe.profiler import Operations
-
 MERGE_SECONDS = 100e-6  # operations of one kind that follow each other this closely are drawn as one
 _BACKWARD = "autograd::engine::evaluate_function"
-_WHOLE_FORWARD = ("DistributedDataParallel.forward", "FullyShardedDataParallel.forward")
+_KINDS = {  # how an operation's name begins -> its kind
+    ("gloo:", "nccl:", "ncclDevKernel"): "collective",
+    (_BACKWARD, "torch.distributed.ddp.reducer"): "backward",
+    ("Optimizer.step#",): "optimizer",
+    ("DistributedDataParallel.forward", "FullyShardedDataParallel.forward"): "forward",
+}
 
 
 @dataclass(slots=True)
@@ -39,77 +42,60 @@ class Span:
 
 
 def trace_step(step: Callable[[], Any]) -> list[Span]:
-    """Profile one call of ``step`` on this rank. The spans are plain data: return them from the rank's function.
+    """Profile one call of ``step`` on this rank: its outermost operations, close ones of a kind joined, by start.
 
-    A profiled step is slower than others, its many small operations most; read the order and the overlap off it, not
-    the length.
+    The spans are plain data: return them from the rank's function. A profiled step is slower than others, its many
+    small operations most; read the order and the overlap off it, not the length.
     """
     import torch
+    from torch.autograd.profiler import profile
 
-    with Operations(cuda=torch.cuda.is_initialized()) as recording:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints a line at every start and stop
+    with_gpu = torch.cuda.is_initialized()
+    with profile(use_kineto=True, use_device="cuda" if with_gpu else None, acc_events=False) as recording:
         step()
-        if torch.cuda.is_initialized():
+        if with_gpu:
             torch.cuda.synchronize()
-        recording.stop()
-    return spans_of(recording.events)
+    events = [e for e in recording.kineto_results.events() if e.name() != "[memory]"]
+    on_gpu = [e for e in events if str(e.device_type()).endswith("CUDA")]
+    on_cpu = [e for e in events if not str(e.device_type()).endswith("CUDA")]
+    spans = _cpu_spans(on_cpu)
+    return sorted(_joined(spans + _gpu_spans(on_gpu, on_cpu, spans)), key=lambda s: s.start)
 
 
-def spans_of(events: Iterable[Any]) -> list[Span]:
-    """The profiler's raw events as spans: outermost operations only, close ones of a kind joined, by start."""
-    events = list(events)
-    on_cpu = [e for e in events if not _on_gpu(e) and e.name() != "[memory]"]
-    last_backward = max((e.start_ns() for e in on_cpu if e.name().startswith(_BACKWARD)), default=0)
-    spans: list[Span] = []
-    by_thread: dict[int, list[Any]] = defaultdict(list)
-    for event in on_cpu:
-        by_thread[event.device_resource_id()].append(event)
-    for thread, own in by_thread.items():
-        inside_until = 0
-        for event in sorted(own, key=lambda e: (e.start_ns(), -e.duration_ns())):
-            kind = _named_kind(event)
-            begins, ends = event.start_ns(), event.start_ns() + event.duration_ns()
-            label = kind == "" and event.is_user_annotation()
-            if not label and kind != "collective":  # a label is drawn, and so is what runs inside it
-                if begins < inside_until:
-                    continue
-                inside_until = ends
-            if not kind:
-                kind = "other" if label or begins > last_backward else "forward"
-            name = event.name() if label or kind in ("collective", "optimizer") else kind
-            spans.append(Span(name, kind, begins / 1e9, ends / 1e9, thread))
-    spans += _gpu_spans(events, spans)
-    return sorted(_joined(spans), key=lambda s: s.start)
+def _kind(event: Any) -> str:
+    return next((kind for starts, kind in _KINDS.items() if event.name().startswith(starts)), "")
 
 
-def _named_kind(event: Any) -> str:
-    name = event.name()
-    if name.startswith(("gloo:", "nccl:")) or "ncclDevKernel" in name:
-        return "collective"
-    if name.startswith((_BACKWARD, "torch.distributed.ddp.reducer")):
-        return "backward"
-    if name.startswith("Optimizer.step#"):
-        return "optimizer"
-    return "forward" if name in _WHOLE_FORWARD else ""
+def _span(event: Any, name: str, kind: str, thread: int) -> Span:
+    return Span(name, kind, event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9, thread)
 
 
-def _on_gpu(event: Any) -> bool:
-    return str(event.device_type()).endswith("CUDA")
+def _cpu_spans(events: list[Any]) -> list[Span]:
+    last_backward = max((e.start_ns() for e in events if e.name().startswith(_BACKWARD)), default=0)
+    spans, inside_until = [], {}  # by thread, the end of the operation that lies outermost
+    for event in sorted(events, key=lambda e: (e.start_ns(), -e.duration_ns())):
+        thread, kind, begins = event.device_resource_id(), _kind(event), event.start_ns()
+        label = kind == "" and event.is_user_annotation()
+        if not label and kind != "collective":  # a label is drawn, and so is what runs inside it
+            if begins < inside_until.get(thread, 0):
+                continue
+            inside_until[thread] = begins + event.duration_ns()
+        kind = kind or ("other" if label or begins > last_backward else "forward")
+        spans.append(_span(event, event.name() if label or kind in ("collective", "optimizer") else kind, kind, thread))
+    return spans
 
 
-def _gpu_spans(events: list[Any], on_cpu: list[Span]) -> list[Span]:
+def _gpu_spans(events: list[Any], on_cpu: list[Any], cpu_spans: list[Span]) -> list[Span]:
     """A kernel is of the kind of the CPU's span that launched it."""
-    launched_at = {e.correlation_id(): e.start_ns() / 1e9 for e in events if not _on_gpu(e) and e.correlation_id()}
+    launched_at = {e.correlation_id(): e.start_ns() / 1e9 for e in on_cpu if e.correlation_id()}
     spans = []
-    for event in filter(_on_gpu, events):
-        if event.is_user_annotation():  # the CPU's labels once more
-            continue
+    for event in (e for e in events if not e.is_user_annotation()):  # those are the CPU's labels once more
         at = launched_at.get(event.linked_correlation_id(), -1.0)
-        origin = (s.kind for s in on_cpu if s.kind != "collective" and s.name == s.kind and s.start <= at <= s.end)
-        optimizer = (s.kind for s in on_cpu if s.kind == "optimizer" and s.start <= at <= s.end)
-        kind = _named_kind(event) or next(origin, None) or next(optimizer, "other")
-        start = event.start_ns() / 1e9
+        origin = {s.kind for s in cpu_spans if s.name == s.kind or s.kind == "optimizer" if s.start <= at <= s.end}
+        kind = _kind(event) or next((k for k in ("forward", "backward", "other", "optimizer") if k in origin), "other")
         name = event.name() if kind in ("collective", "other") else kind
-        spans.append(Span(name, kind, start, start + event.duration_ns() / 1e9, -1 - event.device_resource_id()))
+        spans.append(_span(event, name, kind, -1 - event.device_resource_id()))
     return spans
 
 
@@ -117,13 +103,9 @@ def _joined(spans: list[Span]) -> list[Span]:
     """Nameless neighbours of one kind on one thread, with less than :data:`MERGE_SECONDS` between them, as one."""
     joined: list[Span] = []
     for span in sorted(spans, key=lambda s: (s.thread, s.name, s.start)):
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and span.name == span.kind
-            and (last.name, last.thread) == (span.name, span.thread)
-            and span.start - last.end < MERGE_SECONDS
-        ):
+        last = joined[-1] if joined else span
+        same = span.name == span.kind and (last.name, last.thread) == (span.name, span.thread)
+        if last is not span and same and span.start - last.end < MERGE_SECONDS:
             last.end = max(last.end, span.end)
         else:
             joined.append(span)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from types import NoneType
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from course_lib.launch.group import end_process, exit_now, process_group
-from course_lib.observe import Outcome
+from course_lib.training.outcome import Outcome
 
 
 def parse(train: Callable[..., Any], argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -33,6 +33,8 @@ def parse(train: Callable[..., Any], argv: Sequence[str] | None = None) -> dict[
         option = "--" + name.replace("_", "-")
         default = parameter.default
         kind = next(k for k in get_args(kinds[name]) or (kinds[name],) if k is not NoneType)  # float for float | None
+        if get_origin(kind) is Callable:
+            continue  # no word on a command line is one
         if kind is bool:
             parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default)
         else:

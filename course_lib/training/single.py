@@ -6,9 +6,10 @@ import torch
 
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe import Outcome, observe
+from course_lib.observe import observe
 from course_lib.training.command_line import run
 from course_lib.training.micro_batches import micro_batch_size
+from course_lib.training.outcome import Outcome, outcome
 
 
 def train(
@@ -50,7 +51,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
         losses.append(total)
-    return observation.outcome(losses, type(model).__name__)
+    return outcome(observation, losses, type(model).__name__)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from course_lib.launch import rank_device
 from course_lib.models import load, tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe import Outcome, observe
+from course_lib.observe import observe
 from course_lib.parallel.grid import Grid
 from course_lib.training.command_line import run
 from course_lib.training.data_parallel.gradients import all_reduce_gradients, local
 from course_lib.training.finetune.building import build_optimizer
 from course_lib.training.micro_batches import micro_batch_size
+from course_lib.training.outcome import Outcome, outcome
 from course_lib.training.pipeline.stage import LlamaStage, split_layers, token_loss
 from course_lib.training.tensor.divisibility import check_split
 from course_lib.training.tensor.dtensor import shard_tensors
@@ -123,7 +124,8 @@ def train(
         loss = torch.stack(parts).mean().detach() if counted else torch.zeros((), device=device)
         dist.all_reduce(loss)  # for the report only
         losses.append(loss.item() / dp)
-    return observation.outcome(
+    return outcome(
+        observation,
         losses,
         type(part).__name__,
         coordinates=at,

@@ -10,8 +10,7 @@
 >>> watchdog.alarms[0].sentence
 """
 
-from course_lib.observe.heartbeat.beats import Beat, read_beats
-from course_lib.observe.heartbeat.writer import Heartbeat
+from course_lib.observe.heartbeat import Beat, Heartbeat, read_beats
 from course_tools.monitoring.alarms import Alarm, Recovery
 from course_tools.monitoring.judge import Judge
 from course_tools.monitoring.watchdog import Watchdog

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from course_lib.launch.output import ranks_in_words
-from course_lib.observe.heartbeat.beats import DONE, NO_STEP, Beat
+from course_lib.observe.heartbeat import DONE, NO_STEP, Beat
 
 HUNG, DEAD, NEVER = "hung", "dead", "never started"
 

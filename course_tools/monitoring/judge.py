@@ -4,7 +4,7 @@ A `Judge` is told the time, the beats and which processes are alive, so that tes
 
 1. Each rank has a limit: 1.6 heartbeats of the length that it announces itself, or the seconds that it declared for a
    long phase. The judge looks ten times per heartbeat, so the alarm comes before two heartbeats have passed since the
-   rank's last sign of life. A heartbeat lasts at least 5 median steps (see pace.py), so a healthy step may take more
+   rank's last sign of life. A heartbeat lasts at least 5 median steps (see heartbeat.py), so a healthy step may take more
    than 7 times the median.
 2. In lockstep, one hung rank silences all. Only the rank furthest behind is judged: the others wait for it.
 3. A rank in a declared phase, within its seconds, excuses the ranks that wait for it; their limit starts again after it.
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from course_lib.observe.heartbeat.beats import DONE, Beat
+from course_lib.observe.heartbeat import DONE, Beat
 from course_tools.monitoring import alarms
 from course_tools.monitoring.alarms import Alarm, Recovery
 
@@ -85,11 +85,8 @@ class Judge:
             known = self._known.get(rank)
             if not 0 <= rank < self.ranks:
                 continue
-            heard = now - beat.age
             if known is None or known.beat.identity != beat.identity:
-                self._known[rank] = _Rank(beat, heard, heard)
-            else:  # the same beat, whose position may be read before its limit
-                known.beat, known.since = beat, min(known.since, heard)
+                self._known[rank] = _Rank(beat, now, now)
         gone = {r for r, known in self._known.items() if known.beat.ended != DONE and self._is_gone(known.beat, alive)}
         if self._incident is not None:
             return self._follow(now, gone)

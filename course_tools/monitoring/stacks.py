@@ -12,7 +12,7 @@ import psutil
 
 from course_lib.launch.failures import nearest_line
 from course_lib.launch.failures import place as source_line
-from course_lib.observe.heartbeat.beats import Beat
+from course_lib.observe.heartbeat import Beat
 
 Stack = list[tuple[str, int, str]]  # (file, line, function), outermost call first
 _LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')

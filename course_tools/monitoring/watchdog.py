@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from course_lib.observe.heartbeat.beats import Beat, read_beats
-from course_lib.observe.heartbeat.position import newest
-from course_lib.observe.heartbeat.writer import check_seconds
+from course_lib.observe.heartbeat import Beat, read_beats
+from course_lib.validation import positive
 from course_tools.monitoring import alarms, stacks
 from course_tools.monitoring.alarms import Alarm, Recovery
 from course_tools.monitoring.judge import LOOKS, Judge
@@ -55,7 +54,7 @@ class Watchdog:
     ) -> None:
         if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
             raise ValueError(f"ranks={ranks!r}: give the number of ranks to watch, 1 or more.")
-        check_seconds("start_within", start_within)
+        positive(start_within=start_within)
         self.folder, self.ranks, self.name = os.path.abspath(folder), ranks, name
         self.alarms: list[Alarm] = []
         self.recoveries: list[Recovery] = []
@@ -101,8 +100,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stop.wait(self._pause()):
-            found = read_beats(self.folder).items()
-            beats = {rank: newest(beat, self.folder) for rank, beat in found if self._is_news(rank, beat)}
+            beats = {rank: beat for rank, beat in read_beats(self.folder).items() if self._is_news(rank, beat)}
             for event in self._judge.look(time.monotonic(), beats, self._alive):
                 if isinstance(event, Alarm):
                     event = self._with_stacks(event) if event.kind == alarms.HUNG else event

@@ -14,8 +14,8 @@ from typing import Any
 from course_lib.choices import METHODS, STRATEGIES
 from course_lib.launch import launch
 from course_lib.memory import shape_of
-from course_lib.observe import Outcome
 from course_lib.parallel.grid import Grid
+from course_lib.training.outcome import Outcome
 from course_tools.planning import Plan, machines
 from course_tools.planning.answer import words
 from course_tools.planning.files import files, program_of

@@ -9,9 +9,10 @@ from torch.utils.data import DataLoader
 
 from course_lib.models import tiny_llama
 from course_lib.models.data import GlobalBatches
-from course_lib.observe import Outcome, observe
+from course_lib.observe import observe
 from course_lib.training.command_line import run
 from course_lib.training.micro_batches import micro_batch_size
+from course_lib.training.outcome import Outcome, outcome
 
 
 def train(
@@ -71,7 +72,8 @@ def train(
                 total += loss.detach() / gradient_accumulation_steps
         losses.append(accelerator.reduce(total, "mean").item())
         total = torch.zeros_like(total)
-    return observation.outcome(
+    return outcome(
+        observation,
         losses,
         type(model).__name__,
         distributed_type=str(accelerator.distributed_type),

@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from course_lib.launch import rank_device
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe import Outcome, observe
+from course_lib.observe import observe
 from course_lib.training.command_line import run
 from course_lib.training.micro_batches import micro_batch_size
+from course_lib.training.outcome import Outcome, outcome
 
 
 def train(
@@ -80,7 +81,7 @@ def train(
     if save_to and rank == 0:
         torch.save(model.module.state_dict(), save_to)
     dist.barrier()  # nobody goes on before the file is whole
-    return observation.outcome(losses, type(model).__name__)
+    return outcome(observation, losses, type(model).__name__)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from course_lib.models.data import IGNORED, chat_examples, instructions
-from course_lib.observe import Outcome, observe, tensor_bytes
+from course_lib.observe import observe, tensor_bytes
 from course_lib.training.command_line import run
 from course_lib.training.finetune.building import (
     autocast,
@@ -20,6 +20,7 @@ from course_lib.training.finetune.building import (
     quantization_constants,
     trainable,
 )
+from course_lib.training.outcome import Outcome, outcome
 from course_lib.validation import check_counts
 
 Batch = dict[str, torch.Tensor]  # input_ids and labels, int64 (micro_batch_size, seq_len)
@@ -116,7 +117,7 @@ def train(
     }
     if save:
         save_to(save, net)
-    return observation.outcome(losses, type(net).__name__, **extra)
+    return outcome(observation, losses, type(net).__name__, **extra)
 
 
 def examples(tokenizer: Any, split: str, seq_len: int) -> list[dict[str, list[int]]]:

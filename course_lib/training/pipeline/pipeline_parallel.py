@@ -20,10 +20,11 @@ from course_lib.choices import check_schedule
 from course_lib.launch import rank_device
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe import Outcome, observe
+from course_lib.observe import observe
 from course_lib.training.command_line import run
 from course_lib.training.finetune.building import build_optimizer
 from course_lib.training.micro_batches import micro_batch_size
+from course_lib.training.outcome import Outcome, outcome
 from course_lib.training.pipeline.by_hand import one_f_one_b
 from course_lib.training.pipeline.record import RecordedStage, Recorder
 from course_lib.training.pipeline.stage import LlamaStage, split_layers, token_loss
@@ -110,7 +111,8 @@ def train(
             ran.append(record.together())
         record.clear()
     best = min(ran, key=lambda one: one.seconds)
-    return observation.outcome(
+    return outcome(
+        observation,
         losses,
         wrapper,
         events=best.events,

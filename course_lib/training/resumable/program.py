@@ -10,6 +10,7 @@ kernels are deterministic (``torch.use_deterministic_algorithms``).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
@@ -22,8 +23,9 @@ from course_lib.launch import rank_device
 from course_lib.launch.threads import one_thread
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe import Outcome, observe
+from course_lib.observe import observe
 from course_lib.training.command_line import run
+from course_lib.training.outcome import Outcome, outcome
 from course_lib.training.resumable.callbacks import Reports
 from course_lib.training.resumable.faults import SPOILED_LOSS, die, forget_after_load, parts_to_load, spoiled
 from course_lib.training.resumable.gradient_sums import shards_of, stream_seed, sum_as_it_comes, sum_exactly
@@ -60,7 +62,7 @@ def train(
     on_spike: str = "none",
     heartbeat: str = "",
     heartbeat_every: float = 10.0,
-    tracker: str | None = None,
+    log: Callable[..., None] | None = None,
     spoil_step: int = -1,
     forget: str = "",
     die_at: int = -1,
@@ -86,7 +88,8 @@ def train(
         stop_at: leave after so many updates, saving nothing, as a job does whose time is up; 0 for ``steps``.
         on_spike: "skip" leaves out the update of a batch whose loss or gradient norm is a spike (``course_lib.training.resumable.spikes``);
             "rollback" also goes back to the last checkpoint, and on with the batches after the spike; "none" tells it.
-        heartbeat, heartbeat_every, tracker: as in ``callbacks.Reports``.
+        heartbeat, heartbeat_every: as in ``callbacks.Reports``.
+        log: called as ``log(step, **numbers)`` after each update, on every rank.
         spoil_step, forget, die_at, die_rank: faults to plant, as in ``faults``: the batch at this place of the
             data is random bytes, with 100 times its loss; what a resume gets wrong; the update before which a rank dies.
         hidden, layers: of the tiny model.
@@ -149,7 +152,7 @@ def train(
         check_same(data, asked, told["asked"], tell=rank == 0)
         return Progress(**told["progress"])
 
-    with one_thread(), Reports(heartbeat, heartbeat_every, tracker, rank) as reports:
+    with one_thread(), Reports(heartbeat, heartbeat_every, log, rank) as reports:
         newest = share(latest(checkpoint_dir) if checkpoint_dir and rank == 0 else None)
         if newest is not None and not resume:
             raise ValueError(f"{newest} is there already: resume from it, or give the new run a folder of its own.")
@@ -237,7 +240,8 @@ def train(
         dist.barrier()  # nobody leaves, and takes the connections down, while another still writes
     journal.close()
     state = fingerprint(model, optimizer)
-    return observation.outcome(
+    return outcome(
+        observation,
         [told["loss"] for _, told in sorted(steps_that_count(journal.events).items())],
         type(model).__name__,
         first_step=first,

@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from course_lib.launch import rank_device
 from course_lib.models import tiny_llama
 from course_lib.models.data import IGNORED, sample_batch
-from course_lib.observe import Outcome, observe
+from course_lib.observe import observe
 from course_lib.parallel.grid import Grid
 from course_lib.training.command_line import run
 from course_lib.training.data_parallel.gradients import all_reduce_gradients
 from course_lib.training.finetune.building import build_optimizer
 from course_lib.training.micro_batches import micro_batch_size
+from course_lib.training.outcome import Outcome, outcome
 from course_lib.training.sequence.ring_attention import positions, ring_attention, runs, scores_computed
 
 
@@ -91,7 +92,8 @@ def train(
         loss = loss.detach()
         dist.all_reduce(loss)  # for the report only
         losses.append(loss.item())
-    return observation.outcome(
+    return outcome(
+        observation,
         losses,
         type(model).__name__,
         coordinates={"dp": at["dp"], "cp": at["cp"]},

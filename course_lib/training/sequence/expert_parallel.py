@@ -11,11 +11,12 @@ import torch.distributed as dist
 from course_lib.launch import rank_device
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe import Outcome, observe
+from course_lib.observe import observe
 from course_lib.training.command_line import run
 from course_lib.training.data_parallel.gradients import all_reduce_gradients
 from course_lib.training.finetune.building import build_optimizer
 from course_lib.training.micro_batches import micro_batch_size
+from course_lib.training.outcome import Outcome, outcome
 from course_lib.training.sequence.expert_parallel_layer import MixtureOfExperts, check_choice, check_spread
 
 
@@ -87,7 +88,8 @@ def train(
         losses.append(loss.item() / ranks)
     chosen = torch.tensor([mixture.routing.counts for mixture in mixtures], device=device)
     dist.all_reduce(chosen)
-    return observation.outcome(
+    return outcome(
+        observation,
         losses,
         type(mixtures[0]).__name__,
         experts=list(mixtures[0].own),

@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader
 
 from course_lib.models import tiny_llama
 from course_lib.models.data import GlobalBatches
-from course_lib.observe import Outcome, observe
-from course_lib.observe.deepspeed_memory import ZeroProbe
+from course_lib.observe import observe
+from course_lib.observe.holdings import ZeroProbe
 from course_lib.training.command_line import run
 from course_lib.training.micro_batches import micro_batch_size
+from course_lib.training.outcome import Outcome, outcome
 from course_lib.training.sharded.accelerate_on_cpu import let_cpu_ranks_shard
 from course_lib.training.sharded.zero_config import BUCKET_ELEMENTS, check_config, without_compiling, zero_config
 from course_lib.training.sharded.zero_engine import assert_sharded, check_machine, local_elements, prepared_deepspeed
@@ -120,7 +121,8 @@ def train(
                 total += loss.detach() / gradient_accumulation_steps
         losses.append(accelerator.reduce(total, "mean").item())
         total = torch.zeros_like(total)
-    return observation.outcome(
+    return outcome(
+        observation,
         losses,
         type(model).__name__,
         stage=model.zero_optimization_stage(),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from course_lib.launch import rank_device
 from course_lib.models import load, tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe import Outcome, observe, tensor_bytes
+from course_lib.observe import observe, tensor_bytes
 from course_lib.training.command_line import run
 from course_lib.training.finetune.building import (
     build_optimizer,
@@ -24,6 +24,7 @@ from course_lib.training.finetune.building import (
     trainable,
 )
 from course_lib.training.micro_batches import micro_batch_size
+from course_lib.training.outcome import Outcome, outcome
 from course_lib.training.resume import check_saving, load_newest
 from course_lib.training.sharded.fsdp_sharding import make_mesh, materialize, on_meta, proof, read_reshard, shard
 
@@ -171,7 +172,8 @@ def train(
                 save(checkpoint_dir, step + 1, **what)
     if saving is not None:
         saving.result()
-    return observation.outcome(
+    return outcome(
+        observation,
         losses,
         type(net).__name__,
         **sharded,

@@ -1,7 +1,7 @@
 """ZeRO with DeepSpeed: every rank keeps a share of what each rank of DistributedDataParallel keeps whole.
 
 Stage 1 shards the optimizer's state, stage 2 also gradients, stage 3 also weights (Rajbhandari et al. 2020, "ZeRO",
-arXiv:1910.02054); stage 0 is data parallelism. `course_lib.observe.deepspeed_memory` shows what a rank holds beyond its
+arXiv:1910.02054); stage 0 is data parallelism. `course_lib.observe.holdings` shows what a rank holds beyond its
 share."""
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe import Outcome, observe
-from course_lib.observe.deepspeed_memory import ZeroProbe
+from course_lib.observe import observe
+from course_lib.observe.holdings import ZeroProbe
 from course_lib.training.command_line import run
 from course_lib.training.finetune.activation_checkpointing import set_checkpointing
 from course_lib.training.micro_batches import micro_batch_size
+from course_lib.training.outcome import Outcome, outcome
 from course_lib.training.resume import check_saving, load_newest
 from course_lib.training.sharded.zero_config import (
     BUCKET_ELEMENTS,
@@ -138,7 +139,8 @@ def train(
             from course_lib.checkpoints import save  # few runs need it
 
             save(checkpoint_dir, step + 1, kind="zero", engine=engine, extra=data)
-    return observation.outcome(
+    return outcome(
+        observation,
         losses,
         type(engine).__name__,
         stage=engine.zero_optimization_stage(),

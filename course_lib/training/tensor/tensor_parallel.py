@@ -16,11 +16,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from course_lib.launch import rank_device
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.observe import Outcome, observe, record_collectives
+from course_lib.observe import observe, record_collectives
 from course_lib.training.command_line import run
 from course_lib.training.data_parallel.gradients import local
 from course_lib.training.finetune.building import build_optimizer
 from course_lib.training.micro_batches import micro_batch_size
+from course_lib.training.outcome import Outcome, outcome
 from course_lib.training.tensor.divisibility import check_split
 from course_lib.training.tensor.dtensor import shard_tensors
 from course_lib.training.tensor.model import TensorParallelLlama
@@ -80,7 +81,8 @@ def train(
             optimizer.zero_grad()
         losses.append(local(loss.detach()).item())  # every rank has the loss of the whole batch already
     dist.barrier()
-    return observation.outcome(
+    return outcome(
+        observation,
         losses,
         type(model).__name__,
         local_elements=sum(local(p).numel() for p in model.parameters()),
