@@ -21,7 +21,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -44,6 +44,7 @@ SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce", "all_gather", "reduc
 _OUTPUT_FIRST = frozenset({"all_gather", "reduce_scatter", "gather", "scatter", "all_to_all"})
 # what the argument is called that holds this rank's contribution
 _CONTRIBUTIONS = ("tensors", "tensor", "input_tensors", "input_tensor", "inputTensor", "inputs", "input", "input_list")
+PAUSE_SECONDS = 1e-3
 CALLBACK_SECONDS, CALLBACKS_IN_FLIGHT = 0.25, 16  # how long to wait at the end of a run, and for how many of the last
 
 
@@ -136,7 +137,7 @@ class Recorder:
 
     pulse: Pulse | None = None
     log: list[Collective] = field(default_factory=list)
-    label: str = ""  # see `label_calls`
+    around: Callable[[Any], AbstractContextManager[Any]] = nullcontext  # see `around_calls`
     _users: int = 0
     _undo: ExitStack = field(default_factory=ExitStack)
     _zero: float = 0.0
@@ -227,7 +228,13 @@ class Recorder:
         return recorded
 
     def _call(
-        self, call: Callable[[], Any], kind: str, value: Any, ranks: tuple[int, ...], peer: int | None, name: str = ""
+        self,
+        call: functools.partial[Any],
+        kind: str,
+        value: Any,
+        ranks: tuple[int, ...],
+        peer: int | None,
+        name: str = "",
     ) -> tuple[Collective, Any]:
         """Make a call, with its record. ``name``: the group's; a backend called directly is of no group that others know."""
         import torch
@@ -246,7 +253,7 @@ class Recorder:
                 number = self._numbers[group] if group else 0
                 self.pulse.begin(len(self.log), self._ended, record, group, number, same_size)
         try:
-            with torch.profiler.record_function(self.label) if self.label else nullcontext():
+            with self.around((call.args, call.keywords)):
                 result = call()
         except BaseException:  # refused: it is not under way, and no call of its group
             with self._lock:
@@ -313,15 +320,37 @@ _installed: Recorder | None = None
 
 
 @contextmanager
-def label_calls(label: str) -> Iterator[None]:
-    """Within it PyTorch's profiler shows the time inside each backend's call under this label."""
+def around_calls(around: Callable[[Any], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Within it each backend's call is made inside ``around(arguments)``, whoever makes it."""
     recorder = (_installed or Recorder()).install()
-    before, recorder.label = recorder.label, label
+    before, recorder.around = recorder.around, around
     try:
         yield
     finally:
-        recorder.label = before
+        recorder.around = before
         recorder.remove()
+
+
+@contextmanager
+def pause_after_waiting() -> Iterator[None]:
+    """Within it, whoever has waited for a collective then gives gloo's threads the moment that they need to let go of it.
+
+    Otherwise a tensor that was sent may still be there a little later, on one run and not on the next.
+    """
+    from torch.distributed.distributed_c10d import Work
+
+    wait = Work.wait
+
+    def paused(work: Any, *timeout: Any) -> bool:
+        done = wait(work, *timeout)
+        time.sleep(PAUSE_SECONDS)  # which also hands them Python's lock
+        return done
+
+    Work.wait = paused
+    try:
+        yield
+    finally:
+        Work.wait = wait
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from course_lib.observe.collectives import pause_after_waiting
 from course_lib.observe.memory import Allocation, optimizer_tensors, storage_of, tensor_bytes
 
 MOMENTS = ("first block's forward", "rest of the forward pass", "backward pass", "optimizer step")
@@ -96,9 +97,12 @@ class LiveStorages(TorchDispatchMode):
             return done
 
         torch.UntypedStorage.resize_ = resize_
+        self._pause = pause_after_waiting()
+        self._pause.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        self._pause.__exit__(None, None, None)
         torch.UntypedStorage.resize_ = self._resize
         gc.unfreeze()
         super().__exit__(*error)

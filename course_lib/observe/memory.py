@@ -22,10 +22,10 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from course_lib.observe.collectives import label_calls
+from course_lib.observe.collectives import around_calls, pause_after_waiting
 
 if TYPE_CHECKING:
     import torch
@@ -186,7 +186,7 @@ class SavedForBackward:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._own = {storage_of(t)._cdata for t in [*model.parameters(), *model.buffers()]}
+        self._own = weakref.WeakSet(storage_of(t) for t in [*model.parameters(), *model.buffers()])
         self._users: dict[int, list[int]] = {}  # storage -> [how many kept tensors lie in it, its bytes]
         self.now = self.highest = 0
 
@@ -206,11 +206,11 @@ class SavedForBackward:
 
     def _note_own(self, module: torch.nn.Module, _: Any) -> None:
         """Before a module's forward: FSDP has just put the gathered parameters in the place of the shards."""
-        self._own |= {storage_of(p)._cdata for p in module._parameters.values() if p is not None}
+        self._own |= {storage_of(p) for p in module._parameters.values() if p is not None}
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         storage = storage_of(tensor)
-        if storage._cdata in self._own:
+        if storage in self._own:
             return tensor
         if storage._cdata not in self._users:
             self._users[storage._cdata] = [0, storage.nbytes()]
@@ -288,19 +288,35 @@ class AllocatorLog:
             raise RuntimeError("A profiler or a memory probe is at work already: measure one step after the other.")
         self.events: list[Allocation] = []
         self.copies: set[int] = set()
-        self._gone: list[tuple[int, Allocation]] = []
+        self._alive: dict[int, Allocation] = {}  # address -> block
+        self._gone: list[tuple[int, int, int, int]] = []  # (when, address, 0, since when it was watched)
         self._watches = []
-        seen = set()
         for storage in map(storage_of, older):
             if storage.device.type != "cpu":
                 raise ValueError(f"A tensor is on {storage.device}: only the CPU's allocations can be recorded.")
-            if storage._cdata not in seen and storage.nbytes():
-                seen.add(storage._cdata)
-                self.events.append(Allocation(0, True, len(self.events), storage.nbytes()))
-                self._watches.append(weakref.finalize(storage, self._note_end, self.events[-1]))
+            if storage.nbytes() and storage.data_ptr() not in self._alive:
+                self._add(Allocation(0, True, len(self.events), storage.nbytes()), storage.data_ptr())
+                self._watch(storage, since=0)
 
-    def _note_end(self, block: Allocation) -> None:
-        self._gone.append((time.time_ns(), block))
+    def _add(self, block: Allocation, address: int) -> None:
+        self.events.append(block)
+        self._alive[address] = block
+
+    def _watch(self, storage: torch.UntypedStorage, since: int) -> None:
+        self._watches.append(weakref.finalize(storage, self._note_end, storage.data_ptr(), since))
+
+    def _note_end(self, address: int, since: int) -> None:
+        self._gone.append((time.time_ns(), address, 0, since))
+
+    def _around_call(self, arguments: Any) -> AbstractContextManager[Any]:
+        """Watch what gloo is given: its threads may be the last to let go of it, and there the profiler does not look."""
+        import torch
+        from torch.utils._pytree import tree_leaves
+
+        for tensor in tree_leaves(arguments):
+            if isinstance(tensor, torch.Tensor):
+                self._watch(storage_of(tensor), time.time_ns())
+        return torch.profiler.record_function(IN_BACKEND)
 
     def __enter__(self) -> AllocatorLog:
         import torch
@@ -316,7 +332,8 @@ class AllocatorLog:
         torch.autograd._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
         self._open = ExitStack()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self._open.enter_context(label_calls(IN_BACKEND))
+            self._open.enter_context(around_calls(self._around_call))
+            self._open.enter_context(pause_after_waiting())
         self._began = time.time_ns()
         return self
 
@@ -328,19 +345,17 @@ class AllocatorLog:
         torch.backends.mkldnn.enabled = self._onednn_was_on
         for watch in self._watches:
             watch.detach()
-        alive: dict[int, Allocation] = {}  # address -> block
         blocks = len(self.events)
-        for at, address, size, by_gloo in sorted(_allocations(tree, False)):
-            at = max(at - self._began, 1)
+        for time_ns, address, size, more in sorted([*_allocations(tree, False), *self._gone]):
+            at, block = max(time_ns - self._began, 1), self._alive.get(address)
+            # A free of an older block that is not watched has no size, or, after an earlier recording, a wrong one. And
+            # where a watched block has been seen to go already, there may be another one by now.
+            if block is not None and (size or block.at <= max(more - self._began, 0)):
+                self.events.append(self._alive.pop(address)._replace(at=at, allocate=False))
             if size > 0:
-                alive[address] = Allocation(at, True, blocks, size)
-                self.events.append(alive[address])
-                self.copies |= {blocks} if by_gloo else set()
+                self._add(Allocation(at, True, blocks, size), address)
+                self.copies |= {blocks} if more else set()
                 blocks += 1
-            elif address in alive:  # else an older block: its size is unknown or, after an earlier recording, wrong
-                self.events.append(alive.pop(address)._replace(at=at, allocate=False))
-        self.events += [block._replace(at=max(at - self._began, 1), allocate=False) for at, block in self._gone]
-        self.events.sort(key=lambda event: event.at)
 
     def peaks(self, held: int) -> dict[str, int]:
         """The "peak" without gloo's copies, in bytes, and by how much they lift it.
@@ -359,7 +374,7 @@ class AllocatorLog:
         return {"peak": without, "gloo_copies": highest - without}
 
 
-def _allocations(events: Iterable[Any], by_gloo: bool) -> Iterator[tuple[int, int, int, bool]]:
+def _allocations(events: Iterable[Any], by_gloo: bool) -> Iterator[tuple[int, int, int, int]]:
     """(nanoseconds since the epoch, address, bytes, whether gloo took them) below these events; freed ones below 0."""
     from torch._C._profiler import _EventType
 
