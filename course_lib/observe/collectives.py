@@ -6,9 +6,8 @@ device's own kernel, records the call and passes it on unchanged. The kernel bel
 thread, and no other operator pays for it. (An autograd key would miss what runs under ``torch.inference_mode``, and a
 ``TorchDispatchMode`` what other threads do.)
 
-A backend called directly (``ProcessGroupGloo(...).allreduce(...)``, ``group._get_backend(device).allreduce(...)``) goes
-past the dispatcher, so its methods are wrapped as well. What remains unseen: bytes that go neither way, through a socket
-of the program's own or NCCL called from compiled code. ``run.wire_bytes`` counts the sockets.
+What remains unseen: a backend's methods called past the dispatcher (``group._get_backend(device).allreduce(...)``), NCCL
+called from compiled code, a socket of the program's own. ``run.wire_bytes`` counts the sockets.
 """
 
 from __future__ import annotations
@@ -21,29 +20,28 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-_METHODS = {  # the field's name -> methods of a backend, and operators of torch.ops.c10d with or without a "_" behind them
-    "all_reduce": "allreduce allreduce_coalesced",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "all_gather": "allgather allgather_coalesced _allgather_base allgather_into_tensor_coalesced",
-    "reduce_scatter": "reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced",
-    "gather": "gather",
-    "scatter": "scatter",
-    "all_to_all": "alltoall alltoall_base",
+_OPERATORS = {  # the field's name -> operators of torch.ops.c10d; some come and go between torch 2.11 and 2.15
+    "all_reduce": "allreduce_ allreduce_coalesced_",
+    "broadcast": "broadcast_",
+    "reduce": "reduce_",
+    "all_gather": "allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_",
+    "reduce_scatter": "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_",
+    "gather": "gather_",
+    "scatter": "scatter_",
+    "all_to_all": "alltoall_ alltoall_base_",
     "barrier": "barrier",
     "send": "send",
-    "recv": "recv recv_anysource recv_any_source",
+    "recv": "recv_ recv_any_source_",
 }
 POINT_TO_POINT = frozenset({"send", "recv"})
 # what every rank contributes as many bytes to; to an all_to_all it need not
 SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"})
-_OUTPUT_FIRST = frozenset({"all_gather", "reduce_scatter", "gather", "scatter", "all_to_all"})
-# what the argument is called that holds this rank's contribution
-_CONTRIBUTIONS = ("tensors", "tensor", "input_tensors", "input_tensor", "inputTensor", "inputs", "input", "input_list")
+# the argument that holds this rank's contribution, where an operator has several of these
+_CONTRIBUTIONS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors")
 PAUSE_SECONDS = 1e-3
 CALLBACK_SECONDS, CALLBACKS_IN_FLIGHT = 0.25, 16  # how long to wait at the end of a run, and for how many of the last
 
@@ -59,8 +57,8 @@ class Collective:
         seconds: from issue to completion, waiting for late ranks included (gloo's reduce_scatter: to the end of the
             ``wait()`` for it); ``None`` where the backend does not tell (gloo's send and recv) or the run ended first.
         start: seconds since the recorder was installed.
-        group: global ranks that took part; for a backend called directly its own numbers, 0 to n - 1.
-        peer: the other end of a send or a recv, numbered as in ``group``; ``None`` for collectives and any source.
+        group: global ranks that took part.
+        peer: the other end of a send or a recv, a global rank; ``None`` for collectives and any source.
         shapes: of the tensors that ``bytes`` counts, in their order.
     """
 
@@ -89,8 +87,8 @@ class Reading(NamedTuple):
     Attributes:
         begun, ended: collectives so far.
         bytes, kind, shapes: of the last one begun; the shapes as text.
-        group, number: equal on ranks that are in the same call: which group, and which of its collectives. 0 for a send,
-            a recv and a backend called directly.
+        group, number: equal on ranks that are in the same call: which group, and which of its collectives; 0 for a send
+            or a recv.
         same_size: every rank has to contribute the same number of bytes to it.
     """
 
@@ -139,7 +137,7 @@ class Recorder:
     log: list[Collective] = field(default_factory=list)
     around: Callable[[Any], AbstractContextManager[Any]] = nullcontext  # see `around_calls`
     _users: int = 0
-    _undo: ExitStack = field(default_factory=ExitStack)
+    _library: Any = None
     _zero: float = 0.0
     _ended: int = 0
     _numbers: Counter[int] = field(default_factory=Counter)  # collectives begun, by group
@@ -150,24 +148,16 @@ class Recorder:
     def install(self) -> Recorder:
         """Start recording. One recorder per process; as many calls of :meth:`remove` as of this one end it."""
         import torch
-        from torch._C._distributed_c10d import Backend
 
         global _installed
         assert _installed in (None, self), "this process has a recorder already"
         self._users += 1
-        if self._users > 1:
-            return self
-        _installed, self._zero = self, time.perf_counter()
-        library = torch.library.Library("c10d", "IMPL")
-        self._undo.callback(library._destroy)
-        # some come and go between torch 2.11 and 2.15
-        for kind, name in ((kind, name) for kind, names in _METHODS.items() for name in names.split()):
-            if (method := getattr(Backend, name, None)) is not None:
-                self._undo.callback(setattr, Backend, name, method)
-                setattr(Backend, name, self._method(method, kind))
-            for operator in (name, f"{name}_"):
-                if (packet := getattr(torch.ops.c10d, operator, None)) is not None:
-                    library.impl(operator, self._kernel(packet.default, kind), "BackendSelect", with_keyset=True)
+        if self._users == 1:
+            _installed, self._zero, self._library = self, time.perf_counter(), torch.library.Library("c10d", "IMPL")
+            for kind, name in ((kind, name) for kind, names in _OPERATORS.items() for name in names.split()):
+                if (packet := getattr(torch.ops.c10d, name, None)) is not None:
+                    kernel = self._kernel(packet.default, kind)
+                    self._library.impl(name, kernel, "BackendSelect", with_keyset=True)
         return self
 
     def remove(self) -> None:
@@ -176,7 +166,7 @@ class Recorder:
         self._users -= 1
         if not self._users:
             _installed = None
-            self._undo.close()
+            self._library._destroy()
 
     def _kernel(self, op: Any, kind: str) -> Callable[..., Any]:
         """Return what the dispatcher calls in place of ``op``."""
@@ -185,18 +175,27 @@ class Recorder:
         from torch.distributed.distributed_c10d import Work
 
         names = [a.name for a in op._schema.arguments]
-        contribution = next((name for name in names if name in _CONTRIBUTIONS and kind != "barrier"), None)
+        contribution = next((name for name in _CONTRIBUTIONS if name in names and kind != "barrier"), None)
         peer = next((name for name in ("dst", "src") if name in names), None)
         device_kernel = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
         def recorded(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             values = dict(zip(names, args, strict=False)) | kwargs
             group = ProcessGroup.unbox(values["process_group"])
-            ranks = tuple(get_process_group_ranks(group))
+            ranks, tensors = tuple(get_process_group_ranks(group)), _tensors(values.get(contribution, ()))
             to = ranks[values[peer]] if peer else None
-            call = functools.partial(op.redispatch, keyset & device_kernel, *args, **kwargs)
-            record, result = self._call(call, kind, values.get(contribution, ()), ranks, to, group.group_name)
-            if kind in POINT_TO_POINT:
+            record = self._begin(kind, tensors, ranks, to, group.group_name)
+            try:
+                with self.around((args, kwargs)):
+                    result = op.redispatch(keyset & device_kernel, *args, **kwargs)
+            except BaseException:  # refused: it is not under way, and no call of its group
+                self._numbers[_group_number(group.group_name, ranks)] -= 1
+                if self.pulse is not None:
+                    self.pulse.begin(len(self.log), self._ended, record, 0, 0, False)
+                self._end(record, seen=False)
+                raise
+            if kind in POINT_TO_POINT:  # gloo tells nobody of their end; a hang still shows in the stack
+                self._end(record, seen=False)
                 return result
             boxed = result[-1] if isinstance(result, (tuple, list)) else result  # (tensors, work), or the work alone
             work = Work.unbox(boxed)
@@ -209,41 +208,15 @@ class Recorder:
 
         return recorded
 
-    def _method(self, method: Any, kind: str) -> Callable[..., Any]:
-        """Return what Python code calls in place of a backend's ``method``."""
-        position = int(kind in _OUTPUT_FIRST)
-
-        @functools.wraps(method)
-        def recorded(backend: Any, *args: Any, **kwargs: Any) -> Any:
-            value, peer = (), None
-            if kind != "barrier":
-                named = (kwargs[name] for name in _CONTRIBUTIONS if name in kwargs)
-                value = args[position] if position < len(args) else next(named, ())
-            if method.__name__ in ("send", "recv"):
-                peer = args[1] if len(args) > 1 else kwargs.get("dstRank", kwargs.get("srcRank"))
-            call = functools.partial(method, backend, *args, **kwargs)
-            record, work = self._call(call, kind, value, tuple(range(backend.size())), peer)
-            return work if kind in POINT_TO_POINT else self._note_end(record, work)
-
-        return recorded
-
-    def _call(
-        self,
-        call: functools.partial[Any],
-        kind: str,
-        value: Any,
-        ranks: tuple[int, ...],
-        peer: int | None,
-        name: str = "",
-    ) -> tuple[Collective, Any]:
-        """Make a call, with its record. ``name``: the group's; a backend called directly is of no group that others know."""
+    def _begin(
+        self, kind: str, tensors: list[Any], ranks: tuple[int, ...], peer: int | None, group_name: str
+    ) -> Collective:
         import torch
 
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        tensors = _tensors(value)
         num_bytes, shapes = sum(t.numel() * t.element_size() for t in tensors), tuple(tuple(t.shape) for t in tensors)
-        record = Collective(rank, kind, num_bytes, None, time.perf_counter() - self._zero, ranks, peer, shapes)
-        group = _group_number(name, ranks) if name and kind not in POINT_TO_POINT else 0
+        start = time.perf_counter() - self._zero
+        record = Collective(torch.distributed.get_rank(), kind, num_bytes, None, start, ranks, peer, shapes)
+        group = 0 if kind in POINT_TO_POINT else _group_number(group_name, ranks)
         with self._lock:
             self.log.append(record)
             self._numbers[group] += 1
@@ -252,19 +225,7 @@ class Recorder:
                 same_size = kind in SAME_SIZE and not (kind == "all_gather" and tensors[0].is_cuda)
                 number = self._numbers[group] if group else 0
                 self.pulse.begin(len(self.log), self._ended, record, group, number, same_size)
-        try:
-            with self.around((call.args, call.keywords)):
-                result = call()
-        except BaseException:  # refused: it is not under way, and no call of its group
-            with self._lock:
-                self._numbers[group] -= 1
-                if self.pulse is not None:
-                    self.pulse.begin(len(self.log), self._ended, record, 0, 0, False)
-            self._end(record, seen=False)
-            raise
-        if kind in POINT_TO_POINT:  # gloo tells nobody of their end; a hang still shows in the stack
-            self._end(record, seen=False)
-        return record, result
+        return record
 
     def _end(self, record: Collective, *, seen: bool = True) -> None:
         if seen:
