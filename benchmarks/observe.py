@@ -22,16 +22,13 @@ def steps_by_turns() -> dict[str, list[tuple[float, float]]]:
     Observed: all that a launch always records, and ``seen.step``. Plain: neither. By turns, so that whatever else the
     machine does meanwhile meets both.
     """
-    import gc
-
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
     from course_lib.models import tiny_llama
-    from course_lib.observe import observe
-    from course_lib.observe.collectives import Recorder
+    from course_lib.observe import collectives, observe
 
-    recorder = next(o for o in gc.get_objects() if isinstance(o, Recorder))  # the launch's own
+    recorder = collectives._installed  # the launch's own
     recorder.remove()
     tokens = torch.zeros(4, 128, dtype=torch.long)
     model = DistributedDataParallel(tiny_llama(), bucket_cap_mb=1)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from refusals import assert_refused
 
 from course_lib.launch import launch
-from course_lib.observe import Span, WireMeter, observe, record_collectives, steps, trace_step
-from course_lib.observe.collectives import Collective, Pulse, Reading
+from course_lib.observe import Span, WireMeter, collectives, observe, record_collectives, steps, trace_step
+from course_lib.observe.collectives import Collective, Pulse, Reading, Recorder
 from course_lib.training.outcome import outcome
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
@@ -84,7 +84,8 @@ def test_every_collective_is_seen_with_its_bytes_and_the_wait_for_a_late_rank():
             ("barrier", 0, everybody),
             ("all_reduce", 120, everybody),
         ], f"rank {rank}"
-        assert all(c.seconds > (0.5 if c.bytes == 120 and rank != 2 else 0) for c in local if c.peer is None)
+        told = [c for c in local if c.kind not in collectives.UNTOLD]
+        assert all(c.seconds > (0.5 if c.bytes == 120 and rank != 2 else 0) for c in told)
         assert [c.peer for c in local if c.kind in ("send", "recv")] == [1, 0][rank : rank + 1]
         assert all(a.start < b.start for a, b in itertools.pairwise(local))
         shapes = {(c.kind, c.bytes): c.shapes for c in local}
@@ -135,6 +136,23 @@ def test_a_pulse_tells_the_last_call_in_a_few_bytes(tmp_path):
         pulse.end(4)
         told = Pulse.read(str(tmp_path / "pulse"))
         assert told == Reading(5, 4, 24, group=7, number=2, same_size=True, kind="all_reduce", shapes=text)
+
+
+def test_on_a_gpu_a_collective_ends_when_its_event_has_come(tmp_path, monkeypatch):
+    """NCCL returns no work for a call that is not async, and everything at once; here the events are made up."""
+    recorder, reached = Recorder(Pulse(str(tmp_path / "pulse"))), []
+
+    def event(at):
+        return SimpleNamespace(query=lambda: at in reached, elapsed_time=lambda end: 1000.0 * (end.at - at), at=at)
+
+    for at in (1, 2):
+        recorder.log.append(Collective(0, "all_reduce", 24, None, 0.0, (0, 1)))
+        monkeypatch.setattr(collectives, "_gpu_event", lambda at=at: event(at + 0.5))
+        recorder._note_end(recorder.log[-1], None, event(at))
+    for reached[:], ended in (([], 0), ([1.5], 1), ([1.5, 2.5], 2)):
+        recorder._count_ended()
+        assert [c.seconds for c in recorder.log] == [0.5] * ended + [None] * (2 - ended)
+        assert Pulse.read(str(tmp_path / "pulse")).ended == ended
 
 
 def send_and_reduce() -> tuple[int, int]:
@@ -192,6 +210,7 @@ def test_a_step_that_raises_leaves_nothing_behind_and_two_are_not_measured_at_on
             len(optimizer._optimizer_step_pre_hooks),
             torch._C._autograd._top_saved_tensors_default_hooks(True),
             torch.autograd._profiler_enabled(),
+            (torch.distributed.Work.wait, torch.UntypedStorage.resize_, collectives._installed),
             torch.backends.mkldnn.enabled,
         )
 

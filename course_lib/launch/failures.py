@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from course_lib.launch.checkout import CHECKOUT
 from course_lib.launch.output import ranks_in_words
 from course_lib.launch.rank import Failure
-from course_lib.observe.collectives import Pulse, Reading
+from course_lib.observe.collectives import UNTOLD, Pulse, Reading
 
 _LIBRARIES = tuple(
     os.path.realpath(sysconfig.get_path(key)) + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -26,7 +26,7 @@ _COURSE = tuple(_ROOT + package + os.sep for package in ("course_lib", "course_t
 _MACHINERY = tuple(_ROOT + room for room in ("course_lib/launch", "course_lib/observe", "course_checks"))
 _STACK_LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _STACK_HEADER = re.compile(r"^\[ranks? [^]]*\] (Extension modules: |(Current t|T)hread 0x)")
-TAIL = 10  # lines of output in the report of a launch that showed none
+SHOWN = 10  # lines of output in the report of a launch that showed none
 
 
 class LaunchError(Exception):
@@ -40,7 +40,7 @@ class LaunchError(Exception):
         found = ((line, _STACK_LINE.search(line)) for line in lines if not _STACK_HEADER.search(line))
         shown = [line for line, call in found if call is None or nearest_line([(call["file"], 0, "")])]
         if shown:
-            self.args = ("\n".join([str(self), "", "The last lines that the ranks printed:", *shown[-TAIL:]]),)
+            self.args = ("\n".join([str(self), "", "The last lines that the ranks printed:", *shown[-SHOWN:]]),)
 
 
 class RankFailed(LaunchError, RuntimeError):
@@ -284,7 +284,7 @@ def _read_stuck(folder: str, rank: int) -> _Stuck:
     pulse = _pulse(folder, rank)
     in_torch = any(os.sep + os.path.join("torch", "distributed") + os.sep in path for path, _, _ in frames)
     in_backward = any(path.endswith(os.path.join("torch", "autograd", "graph.py")) for path, _, _ in frames)
-    waits = pulse.kind if pulse.begun > pulse.ended or (in_torch and pulse.kind in ("send", "recv")) else ""
+    waits = pulse.kind if pulse.begun > pulse.ended or (in_torch and pulse.kind in UNTOLD) else ""
     if waits and in_backward:
         waits += ", inside backward()"
     line = nearest_line(frames)

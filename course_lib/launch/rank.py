@@ -141,19 +141,18 @@ def _packed(
     """What the function returns, with the report of its run, as the notebook reads it."""
     import cloudpickle
 
-    from course_lib.observe import memory, wire
+    from course_lib.observe.memory import process_report
+    from course_lib.observe.wire import WireMeter
 
-    memory.start_process_peak()
-    wire_before = wire.sent_bytes()
     began = time.perf_counter()
-    value = function(*args, **kwargs)
+    with WireMeter() as wire:
+        value = function(*args, **kwargs)
     seconds = time.perf_counter() - began
-    wire_after = wire.sent_bytes()
     report = {
         "collectives": recorder.collect(),
-        "memory": memory.process_report(),
+        "memory": process_report(),
         "seconds": seconds,
-        "wire_bytes": None if None in (wire_before, wire_after) else wire_after - wire_before,
+        "wire_bytes": wire.bytes,
         "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
     }
     try:

@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -38,11 +38,11 @@ _OPERATORS = {  # the field's name -> operators of torch.ops.c10d; some come and
     "recv": "recv_ recv_any_source_",
 }
 POINT_TO_POINT = frozenset({"send", "recv"})
+UNTOLD = POINT_TO_POINT | {"reduce_scatter"}  # gloo tells nobody of their end; a hang still shows in the stack
 # what every rank contributes as many bytes to; to an all_to_all it need not
 SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"})
 # the argument that holds this rank's contribution, where an operator has several of these
 _CONTRIBUTIONS = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors")
-PAUSE_SECONDS = 1e-3
 CALLBACK_SECONDS, CALLBACKS_IN_FLIGHT = 0.25, 16  # how long to wait at the end of a run, and for how many of the last
 
 
@@ -54,8 +54,8 @@ class Collective:
         rank: the rank that issued it.
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``send``, …
         bytes: what this rank put in (a receiver: what it took out), in bytes. Not what crossed the wire.
-        seconds: from issue to completion, waiting for late ranks included (gloo's reduce_scatter: to the end of the
-            ``wait()`` for it); ``None`` where the backend does not tell (gloo's send and recv) or the run ended first.
+        seconds: from issue to completion, waiting for late ranks included; ``None`` where gloo does not tell (see
+            UNTOLD) or the run ended first.
         start: seconds since the recorder was installed.
         group: global ranks that took part.
         peer: the other end of a send or a recv, a global rank; ``None`` for collectives and any source.
@@ -126,7 +126,7 @@ class Pulse:
     def read(cls, path: str) -> Reading:
         with open(path, "rb") as file:
             *numbers, kind, shapes = cls.LAYOUT.unpack(file.read(cls.LAYOUT.size))
-        return Reading(*numbers, *(text.rstrip(b"\0").decode() for text in (kind, shapes)))
+        return Reading(*numbers, *(text.rstrip(b"\0").decode(errors="replace") for text in (kind, shapes)))
 
 
 @dataclass
@@ -141,9 +141,8 @@ class Recorder:
     _zero: float = 0.0
     _ended: int = 0
     _numbers: Counter[int] = field(default_factory=Counter)  # collectives begun, by group
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _kept: dict[int, Any] = field(default_factory=dict)
-    _events: list[tuple[Collective, Any, Any]] = field(default_factory=list)
+    _lock: Any = field(default_factory=threading.RLock)
+    _events: deque[tuple[Collective, Any, Any]] = field(default_factory=deque)  # of collectives on a GPU
 
     def install(self) -> Recorder:
         """Start recording. One recorder per process; as many calls of :meth:`remove` as of this one end it."""
@@ -184,33 +183,32 @@ class Recorder:
             group = ProcessGroup.unbox(values["process_group"])
             ranks, tensors = tuple(get_process_group_ranks(group)), _tensors(values.get(contribution, ()))
             to = ranks[values[peer]] if peer else None
-            record = self._begin(kind, tensors, ranks, to, group.group_name)
+            record, counted_as = self._begin(kind, tensors, ranks, to, group.group_name)
+            on_gpu = (
+                tensors[0].is_cuda
+                if tensors
+                else torch.cuda.is_initialized() and "nccl" in torch.distributed.get_backend()
+            )
+            begin = _gpu_event() if on_gpu else None
             try:
                 with self.around((args, kwargs)):
                     result = op.redispatch(keyset & device_kernel, *args, **kwargs)
             except BaseException:  # refused: it is not under way, and no call of its group
-                self._numbers[_group_number(group.group_name, ranks)] -= 1
-                if self.pulse is not None:
-                    self.pulse.begin(len(self.log), self._ended, record, 0, 0, False)
-                self._end(record, seen=False)
+                with self._lock:
+                    self._numbers[counted_as] -= 1
+                    if self.pulse is not None:
+                        self.pulse.begin(len(self.log), self._ended, record, 0, 0, False)
+                self._end(record)
                 raise
-            if kind in POINT_TO_POINT:  # gloo tells nobody of their end; a hang still shows in the stack
-                self._end(record, seen=False)
-                return result
             boxed = result[-1] if isinstance(result, (tuple, list)) else result  # (tensors, work), or the work alone
-            work = Work.unbox(boxed)
-            noted = self._note_end(record, work)
-            if noted is work:
-                return result
-            self._kept[id(record)] = noted  # C++ keeps no Python object alive
-            boxed = noted.boxed()
-            return type(result)((*result[:-1], boxed)) if isinstance(result, (tuple, list)) else boxed
+            self._note_end(record, Work.unbox(boxed), begin)
+            return result
 
         return recorded
 
     def _begin(
         self, kind: str, tensors: list[Any], ranks: tuple[int, ...], peer: int | None, group_name: str
-    ) -> Collective:
+    ) -> tuple[Collective, int]:
         import torch
 
         num_bytes, shapes = sum(t.numel() * t.element_size() for t in tensors), tuple(tuple(t.shape) for t in tensors)
@@ -218,6 +216,7 @@ class Recorder:
         record = Collective(torch.distributed.get_rank(), kind, num_bytes, None, start, ranks, peer, shapes)
         group = 0 if kind in POINT_TO_POINT else _group_number(group_name, ranks)
         with self._lock:
+            self._count_ended()
             self.log.append(record)
             self._numbers[group] += 1
             if self.pulse is not None:
@@ -225,55 +224,58 @@ class Recorder:
                 same_size = kind in SAME_SIZE and not (kind == "all_gather" and tensors[0].is_cuda)
                 number = self._numbers[group] if group else 0
                 self.pulse.begin(len(self.log), self._ended, record, group, number, same_size)
-        return record
+        return record, group
 
-    def _end(self, record: Collective, *, seen: bool = True) -> None:
-        if seen:
-            record.seconds = time.perf_counter() - self._zero - record.start
-        self._kept.pop(id(record), None)
+    def _end(self, record: Collective, seconds: float | None = None) -> None:
+        record.seconds = seconds
         with self._lock:
             self._ended += 1
             if self.pulse is not None:
                 self.pulse.end(self._ended)
 
-    def _note_end(self, record: Collective, work: Any) -> Any:
-        """Have the end of ``work`` recorded. Returns the work for the caller to wait for: itself, or one around it."""
-        import torch
-
+    def _note_end(self, record: Collective, work: Any, begin: Any) -> None:
+        """Have the end of a collective recorded. ``begin``: an event of the stream that issued it, on a GPU."""
+        if work is None and record.kind not in POINT_TO_POINT:  # NCCL has put it on the current stream, being not async
+            self._events.append((record, begin, _gpu_event()))
+            return
         try:
-            future = work.get_future()
-        except RuntimeError:  # gloo's reduce_scatter has none
-            return _noted_class()(work, lambda: self._end(record))
-        on_gpu = torch.cuda.is_initialized() and "nccl" in torch.distributed.get_backend()
-        begin = _gpu_event() if on_gpu else None
+            future = None if record.kind in POINT_TO_POINT else work.get_future()
+        except RuntimeError:  # gloo's reduce_scatter
+            future = None
+        if future is None:
+            self._end(record)
+            return
 
         def done(future: Any) -> None:
-            if on_gpu:  # this runs on a stream that waits for NCCL's; the seconds come when the events are read
+            if begin is not None:  # this runs on a stream that waits for NCCL's
                 self._events.append((record, begin, _gpu_event()))
-                self._end(record, seen=False)
                 return
             with suppress(RuntimeError):  # a peer is gone: this rank never got out of it, and will hear of it by itself
                 future.value()
-                self._end(record)
+                self._end(record, time.perf_counter() - self._zero - record.start)
 
         future.add_done_callback(done)
-        return work
+
+    def _count_ended(self) -> None:
+        """Count what the GPU has done by now."""
+        with self._lock:
+            while self._events and self._events[0][2].query():
+                record, begin, end = self._events.popleft()
+                self._end(record, begin.elapsed_time(end) / 1e3)
 
     def collect(self) -> list[Collective]:
-        """Return the log so far, having waited for the device on CUDA, and a moment for callbacks: the seconds are known."""
-        # A collective's waiter may go on before its callback has run on gloo's own thread
-        give_up = time.perf_counter() + CALLBACK_SECONDS
-        while time.perf_counter() < give_up and any(
-            c.seconds is None and c.kind not in POINT_TO_POINT for c in self.log[-CALLBACKS_IN_FLIGHT:]
-        ):
-            time.sleep(0.001)
+        """Return the log with its seconds; waits for the GPU, and up to CALLBACK_SECONDS for gloo's callbacks."""
         if self._events:
             import torch
 
             torch.cuda.synchronize()
-            for record, begin, end in self._events:
-                record.seconds = begin.elapsed_time(end) / 1e3
-            self._events.clear()
+            self._count_ended()
+        # A collective's waiter may go on before its callback has run on gloo's own thread
+        give_up = time.perf_counter() + CALLBACK_SECONDS
+        while time.perf_counter() < give_up and any(
+            c.seconds is None and c.kind not in UNTOLD for c in self.log[-CALLBACKS_IN_FLIGHT:]
+        ):
+            time.sleep(0.001)
         return list(self.log)
 
 
@@ -294,7 +296,7 @@ def around_calls(around: Callable[[Any], AbstractContextManager[Any]]) -> Iterat
 
 @contextmanager
 def pause_after_waiting() -> Iterator[None]:
-    """Within it, whoever has waited for a collective then gives gloo's threads the moment that they need to let go of it.
+    """Within it, 1 ms of sleep follows each ``Work.wait()`` in Python, in which gloo's threads drop their tensors.
 
     Otherwise a tensor that was sent may still be there a little later, on one run and not on the next.
     """
@@ -304,7 +306,7 @@ def pause_after_waiting() -> Iterator[None]:
 
     def paused(work: Any, *timeout: Any) -> bool:
         done = wait(work, *timeout)
-        time.sleep(PAUSE_SECONDS)  # which also hands them Python's lock
+        time.sleep(1e-3)  # which also hands them Python's lock
         return done
 
     Work.wait = paused
@@ -332,33 +334,6 @@ def record_collectives() -> Iterator[list[Collective]]:
     finally:
         recorder.remove()
         issued += recorder.collect()[first:]
-
-
-@functools.cache
-def _noted_class() -> type:
-    """Make the class once: a class holds reference cycles, and one per call would keep ``work`` and its tensors alive."""
-    from torch.distributed.distributed_c10d import Work
-
-    class Noted(Work):
-        """A work that calls ``ended`` when somebody has waited for it."""
-
-        def __init__(self, work: Any, ended: Callable[[], None]) -> None:
-            super().__init__()
-            self._work, self._ended = work, ended
-
-        def wait(self, *timeout: Any) -> bool:
-            work, ended = self._work, self._ended
-            if work is None:  # waited for before
-                return True
-            done = work.wait(*timeout)
-            self._work = self._ended = None  # gloo's work holds the whole input of a reduce_scatter
-            ended()
-            return done
-
-        def is_completed(self) -> bool:
-            return self._work is None or self._work.is_completed()
-
-    return Noted
 
 
 def _gpu_event() -> Any:

@@ -16,7 +16,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,27 +85,30 @@ class LiveStorages(TorchDispatchMode):
 
     def __enter__(self) -> LiveStorages:
         gc.collect()
-        gc.freeze()  # what is there now is not looked through again, so that collecting takes no time
-        self._zero = time.time_ns()
-        self._resize = torch.UntypedStorage.resize_
+        resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            done = self._resize(storage, size)
-            if storage in self._known:
-                self._die(self._known[storage])
-                self._come_alive(self._known[storage], size, GATHERED)
+            done = resize(storage, size)
+            if (key := self._known.get(storage)) in self._alive:
+                self._die(key)
+                self._come_alive(key, size, GATHERED)
             return done
 
-        torch.UntypedStorage.resize_ = resize_
-        self._pause = pause_after_waiting()
-        self._pause.__enter__()
-        return super().__enter__()
+        with ExitStack() as stack:
+            if not gc.get_freeze_count():  # a launched rank's is frozen already
+                gc.freeze()  # what is there now is not looked through again, so that collecting takes no time
+                stack.callback(gc.unfreeze)
+            stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
+            torch.UntypedStorage.resize_ = resize_
+            stack.enter_context(pause_after_waiting())
+            self._zero = time.time_ns()
+            super().__enter__()
+            self._open = stack.pop_all()
+        return self
 
     def __exit__(self, *error: Any) -> None:
-        self._pause.__exit__(None, None, None)
-        torch.UntypedStorage.resize_ = self._resize
-        gc.unfreeze()
         super().__exit__(*error)
+        self._open.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):

@@ -8,8 +8,9 @@ stages 1 and 2
     where the weights are in fp32 already, two moments of it, and one step counter of 4 bytes.
 stage 3
     Each weight is cut by itself: a rank holds ceil(elements / N) of it, the last rank's end being padding. The optimizer
-    has the same of that share, also in fp32, where DeepSpeed means to do without the copy: it compares a device with a
-    device's name. The gradients' share stays allocated between steps, and so does one bucket of `reduce_bucket_size`.
+    keeps an fp32 copy of its share even where the weights are fp32: DeepSpeed's test for this compares a torch.device with
+    a string and never matches. The gradients' share stays allocated between steps, and so does one bucket of
+    `reduce_bucket_size`.
 stage 0
     Everything, as DistributedDataParallel; in 2-byte precisions a copy of all weights in fp32.
 
@@ -81,7 +82,7 @@ class ZeroProbe(MemoryProbe):
             return step(*args, **kwargs)
 
         outer.step = noted
-        stack.callback(delattr, outer, "step")
+        stack.callback(setattr, outer, "step", step)
 
 
 def holdings(engine: Any) -> Iterator[tuple[str, bool, list[torch.Tensor]]]:
@@ -92,8 +93,8 @@ def holdings(engine: Any) -> Iterator[tuple[str, bool, list[torch.Tensor]]]:
     optimizer_on_host = bool(getattr(outer, "cpu_offload", False) or getattr(outer, "offload_optimizer", False))
     weights_on_host = bool(getattr(outer, "offload_param", False))
 
-    def tensors(*names: str, of: Any = outer) -> list[torch.Tensor]:
-        return [tensor for name in names for tensor in _tensors(getattr(of, name, None))]
+    def tensors(*names: str) -> list[torch.Tensor]:
+        return [tensor for name in names for tensor in _tensors(getattr(outer, name, None))]
 
     # gathered weights lie on the device also where their shares do not
     yield "parameters", False, [*model.parameters(), *model.buffers()]
@@ -127,12 +128,9 @@ def holdings(engine: Any) -> Iterator[tuple[str, bool, list[torch.Tensor]]]:
 def _tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in lists and dictionaries, however deep."""
     import torch
+    from torch.utils._pytree import tree_leaves
 
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for v in value for t in _tensors(v)] if isinstance(value, (list, tuple)) else []
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 # ---------------------------------------------------------------------------------------- which elements of the model

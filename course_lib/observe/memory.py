@@ -3,8 +3,8 @@
 What each instrument counts:
 
 `tensor_bytes`        the storages behind tensors, each once.
-`MemoryProbe`         a real step. On CPU the peak is the allocator's own, from the events that PyTorch's profiler
-                      records, so what a kernel takes for a moment is in it. On CUDA it is the caching allocator's,
+`MemoryProbe`         a real step. On CPU the peak is computed from the allocator's events, which PyTorch's profiler
+                      records: what a kernel takes for a moment is in it, gloo's copies are not. On CUDA it is the caching allocator's,
                       allocated and reserved apart.
 `record_allocations`  the same events of the CPU's allocator, one by one.
 `LiveStorages`        (course_lib.observe.fake) the storages that operations make, on real or on fake tensors: what a
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 IN_BACKEND = "in a backend's call"  # the profiler's label for it
-# What the observers of this process have found; a rank hands the last one to the notebook as run.memory.
-_found: list[dict[str, Any]] = []
+_last: dict[str, int] = {}  # what the last probe of this process has found; a rank hands it over as run.memory
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
@@ -95,7 +94,7 @@ class MemoryProbe:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     def _call_before_step(self, note: Callable[..., None], stack: ExitStack) -> None:
-        """Have `note` called when the backward pass is over and the optimizer's step begins, as long as `stack` lives."""
+        """Call `note` just before the optimizer steps, until `stack` closes."""
         if self.optimizer is not None:
             stack.callback(self.optimizer.register_step_pre_hook(note).remove)
 
@@ -119,7 +118,8 @@ class MemoryProbe:
         with ExitStack() as stack:
             self._call_before_step(note_gradients, stack)
             saved = stack.enter_context(SavedForBackward(self.model))
-            if any(p.is_cuda for p in self.model.parameters()):
+            # buffers, too: with its shards offloaded, a model computes on the GPU all the same
+            if any(t.is_cuda for t in (*self.model.parameters(), *self.model.buffers())):
                 torch.cuda.reset_peak_memory_stats()
                 yield self
                 peak = _cuda_peaks()
@@ -140,7 +140,8 @@ class MemoryProbe:
             "activations": saved.highest,
             **peak,
         }
-        _found.append(self.bytes)
+        global _last
+        _last = self.bytes
 
 
 def _buckets(model: torch.nn.Module) -> tuple[int, bool]:
@@ -160,20 +161,11 @@ def _cuda_peaks() -> dict[str, int]:
     return {"peak": torch.cuda.max_memory_allocated(), "peak_reserved": torch.cuda.max_memory_reserved()}
 
 
-def start_process_peak() -> None:
-    """Start of a rank's function: forget earlier peaks."""
-    import torch
-
-    _found.clear()
-    if torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()
-
-
 def process_report() -> dict[str, Any]:
     """What this rank's last probe found; on CUDA at least the allocator's peaks."""
     import torch
 
-    return (_cuda_peaks() if torch.cuda.is_initialized() else {}) | (_found[-1] if _found else {})
+    return (_cuda_peaks() if torch.cuda.is_initialized() else {}) | _last
 
 
 # ------------------------------------------------------------------------------------ what the backward pass needs
@@ -326,23 +318,26 @@ class AllocatorLog:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints a line at every start and stop
         config = profile(use_kineto=True, profile_memory=True).config()
         activities = {torch.profiler.ProfilerActivity.CPU}
-        self._onednn_was_on = torch.backends.mkldnn.enabled
-        torch.backends.mkldnn.enabled = False
-        torch.autograd._prepare_profiler(config, activities)
-        torch.autograd._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
-        self._open = ExitStack()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self._open.enter_context(around_calls(self._around_call))
-            self._open.enter_context(pause_after_waiting())
-        self._began = time.time_ns()
+        with ExitStack() as stack:
+            stack.callback(setattr, torch.backends.mkldnn, "enabled", torch.backends.mkldnn.enabled)
+            torch.backends.mkldnn.enabled = False
+            torch.autograd._prepare_profiler(config, activities)
+            torch.autograd._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
+            stack.callback(self._read)
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                stack.enter_context(around_calls(self._around_call))
+                stack.enter_context(pause_after_waiting())
+            self._open, self._began = stack.pop_all(), time.time_ns()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._open.close()
+
+    def _read(self) -> None:
+        """Stop the profiler, and put its events and the ends that were noted in the order of time."""
         import torch
 
-        self._open.close()
         tree = torch.autograd._disable_profiler().experimental_event_tree()
-        torch.backends.mkldnn.enabled = self._onednn_was_on
         for watch in self._watches:
             watch.detach()
         blocks = len(self.events)

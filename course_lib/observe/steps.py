@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from course_lib.observe.memory import MemoryProbe
-from course_lib.observe.wire import sent_bytes
+from course_lib.observe.wire import WireMeter
 
 if TYPE_CHECKING:
     import torch
@@ -65,20 +65,17 @@ class Observation:
         """
         import torch
 
-        sent_before = sent_bytes()
-        if self.probe is not None and self.num_steps == self.measured_step:
-            with self.probe.measure():
-                yield
-        else:
+        measured = self.probe is not None and self.num_steps == self.measured_step
+        with WireMeter() as wire, self.probe.measure() if measured else nullcontext():
             began = time.perf_counter()
             yield
             if torch.cuda.is_initialized():  # kernels run behind Python's back; without this a step takes no time
                 torch.cuda.synchronize()
-            self.step_seconds.append(time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+        if not measured:
+            self.step_seconds.append(seconds)
             self.tokens.append(tokens)
-        sent_after = sent_bytes()
-        if sent_before is not None and sent_after is not None:
-            self.sent.append(sent_after - sent_before)
+        self.sent += [] if wire.bytes is None else [wire.bytes]
         self.num_steps += 1
 
 

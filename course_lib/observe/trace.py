@@ -59,8 +59,8 @@ def trace_step(step: Callable[[], Any]) -> list[Span]:
     events = [e for e in recording.kineto_results.events() if e.name() != "[memory]"]
     on_gpu = [e for e in events if str(e.device_type()).endswith("CUDA")]
     on_cpu = [e for e in events if not str(e.device_type()).endswith("CUDA")]
-    spans = _cpu_spans(on_cpu)
-    return sorted(_joined(spans + _gpu_spans(on_gpu, on_cpu, spans)), key=lambda s: s.start)
+    spans = _joined(_cpu_spans(on_cpu))
+    return sorted(spans + _joined(_gpu_spans(on_gpu, on_cpu, spans)), key=lambda s: s.start)
 
 
 def _kind(event: Any) -> str:

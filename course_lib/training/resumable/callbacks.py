@@ -27,7 +27,7 @@ class Reports:
 
     def __init__(self, heartbeat: str, every: float, log: Callable[..., None] | None, rank: int) -> None:
         self._heartbeat = Heartbeat(heartbeat, rank=rank, every=every) if heartbeat else None
-        self._log, self._since = log, time.monotonic()
+        self._log = log
 
     def __enter__(self) -> Reports:
         self._since = time.monotonic()
