@@ -150,14 +150,15 @@ def compare() -> None:
         ("FSDP2: MemoryProbe's peak on gloo", first["probe"], "on the fake backend", fake["probe"]),
         ("FSDP2: LiveStorages on gloo", first["counted"], "on the fake backend", fake["counted"]),
         ("FSDP2: LiveStorages on gloo", first["counted"], "MemoryProbe", first["probe"]),
-        ("FSDP2: MemoryProbe's peak + gloo's copies", first["probe"] + first["gloo's copies"], "the profiler", first["profiler"]),
+        ("FSDP2 on the fake backend: MemoryProbe", fake["probe"], "the profiler", fake["profiler"]),
+        ("FSDP2 on gloo: peak + gloo's copies", first["probe"] + first["gloo's copies"], "the profiler, missing frees", first["profiler"]),
         ("FSDP2: gloo's copies on the fake backend", fake["gloo's copies"], "none", 0),
         ("FSDP2: collectives recorded", first["collectives"], "the profiler's spans", first["spans of collectives"]),
         ("FSDP2: bytes on the wire, TCP's counters", first["wire"], "the ring's formula", round(first["ring"])),
         ("FSDP2: elements held by all ranks", sum(b - a for r in real for a, b in r["held"]), "the model's", whole),
     ]  # fmt: skip
     for name, value, second, other in rows:
-        print(f"  {name:44}{value:>12,}   {second:26}{other:>12,}{value / other - 1 if other else 0:+9.2%}")
+        print(f"  {name:44}{value:>12,}   {second:28}{other:>12,}{value / other - 1 if other else 0:+9.2%}")
 
 
 def main() -> None:

@@ -147,15 +147,15 @@ def test_a_step_s_collectives_on_four_ranks(runs):
 
 
 def test_what_the_highest_moment_holds(runs):
-    def least(name, what="peak"):  # gloo's threads let a buffer go late: now and then one is counted more
-        return min(outcome.memory[what] for outcome in runs.outcomes(2, name))
+    def highest(name, what="peak"):
+        return runs.outcomes(2, name)[0].memory[what]
 
-    assert least("whole") > least("plain") + BLOCK
-    assert least("checkpointing") < least("plain")
-    assert 5 * least("checkpointing", "activations") < least("plain", "activations")
+    assert highest("whole") > highest("plain") + BLOCK
+    assert highest("checkpointing") < highest("plain")
+    assert 5 * highest("checkpointing", "activations") < highest("plain", "activations")
     # between micro-batches every rank has whole gradients; activations, here half as many, are left out
-    waiting = least("accumulate") - least("accumulate", "activations")
-    assert waiting > least("plain") - least("plain", "activations") + 2 * BLOCK
+    waiting = highest("accumulate") - highest("accumulate", "activations")
+    assert waiting > highest("plain") - highest("plain", "activations") + 2 * BLOCK
 
 
 # ------------------------------------------------------------------ asked once, on two ranks, in one launch
