@@ -296,7 +296,6 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
             (lambda: collectives.ring_state(4, 7), ValueError, "step=7"),
             (lambda: sharding.bytes_by_stage([{"name": "ZeRO-9", "measured": {"peak": 5}}]), ValueError, "'ZeRO-9'"),
             (lambda: fsdp.step_trace({"ddp": SPANS[:1]}, title="t"), ValueError, "'ddp'"),
-            (lambda: ranks.side_by_side(LOGGED, metrics=["speed"]), ValueError, "speed"),
             (lambda: ranks.side_by_side(tmp_path / "nothing"), ValueError, "no folder of a rank"),
             (lambda: ranks.side_by_side(tmp_path / "silent"), ValueError, "Logged: nothing"),
             (lambda: frameworks.compare([{"name": "a", "ranks": 1}], title="t"), ValueError, "held"),

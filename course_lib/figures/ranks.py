@@ -29,33 +29,31 @@ MARKED = 12  # markers per line: enough to tell lines apart in grey
 def side_by_side(
     runs: str | os.PathLike[str] | Mapping[int, Mapping[str, Series]],
     *,
-    metrics: Sequence[str] = (),
     title: str = "All ranks, side by side",
 ) -> Picture:
     """Loss, tokens per second, memory and gradient norm of every rank, over the steps.
 
     Args:
         runs: a folder with TensorBoard's event files of each rank, in rank0, rank1, …; or {rank: {metric: series}}.
-        metrics: which to draw, in this order; empty for those of PANELS that were logged.
         title: of the picture.
 
     Raises:
-        ValueError: no rank's folder, none of the metrics was logged, or one that was asked for was not.
+        ValueError: no rank's folder, or none of the metrics (PANELS) in them.
     """
     if not isinstance(runs, Mapping):
         runs = _read(Path(runs))
     logged = {name for numbers in runs.values() for name, series in numbers.items() if len(series)}
-    missing = [name for name in metrics if name not in logged]
-    chosen = list(metrics) or [name for name in PANELS if name in logged]
-    if missing or not chosen:
-        wanted = f"{', '.join(missing)}: no rank logged it" if missing else f"no rank logged any of {', '.join(PANELS)}"
-        raise ValueError(f"{wanted}. Logged: {', '.join(sorted(logged)) or 'nothing'}.")
+    chosen = [name for name in PANELS if name in logged]
+    if not chosen:
+        raise ValueError(
+            f"No rank logged any of {', '.join(PANELS)}. Logged: {', '.join(sorted(logged)) or 'nothing'}."
+        )
     columns = min(2, len(chosen))
     rows = math.ceil(len(chosen) / columns)
     figure, axes = new_figure(height=0.7 + 2.1 * rows, rows=rows, columns=columns)
     summary, handles = [], {}
     for axis, metric in zip(axes, chosen, strict=False):
-        label, unit = PANELS.get(metric, (metric, 1.0))
+        label, unit = PANELS[metric]
         ends = []
         for rank, numbers in sorted(runs.items()):
             points = [(step, value / unit) for step, value in numbers.get(metric, ())]
