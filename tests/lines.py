@@ -26,13 +26,13 @@ ROOMS = {
     "course_lib/training": (5885, 1200),
     "course_lib/checkpoints": (1211, 400),
     "course_lib/notebook": (1211, 600),
-    "course_lib/figures": (2034, 950),
+    "course_lib/figures": (2041, 950),  # the ranks' event files are read where they are drawn
     "course_lib": (575, 300),
     "course_tools/planning": (3739, 2500),
     "course_tools/axolotl": (3130, 2000),
     "course_tools/clusters": (1133, 600),
     "course_tools/conversion": (1026, 700),
-    "course_tools/monitoring": (756, 450),
+    "course_tools/monitoring": (750, 450),
     "course_tools/doctor": (719, 450),
     "course_tools": (154, 150),
     "course_checks/harness": (1034, 700),
@@ -40,7 +40,7 @@ ROOMS = {
     "classroom": (1643, 1200),
     "tests/planted": (3587, 1300),
     "tests": (13879, 9700),  # three hundred more: each instrument beside a second one, and what breaks a heartbeat
-    "benchmarks": (2588, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one
+    "benchmarks": (2586, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one
     "site": (506, 450),
 }
 
