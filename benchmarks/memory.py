@@ -200,13 +200,24 @@ def measured(with_others: bool) -> dict[str, bool]:
     return {} if with_others else {f"bytes at rest exact and peak within {PEAK:.0%} in {count} settings": not misses}
 
 
+def full_training(preset: str, dtype: Any, checkpointing: str) -> tuple[Any, Any]:
+    """A Llama of that preset's widths, on the tensors that the context makes, and its optimizer."""
+    import torch
+
+    from course_lib.memory import PRESETS
+    from course_lib.models import llama
+    from course_lib.training.finetune.activation_checkpointing import set_checkpointing
+
+    model = llama(PRESETS[preset], dtype=dtype)
+    set_checkpointing(model, checkpointing)
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
 def fake() -> dict[str, bool]:
     import torch
 
     from course_lib.memory import PRESETS, estimate
-    from course_lib.models import llama
     from course_lib.observe.fake import MOMENTS, count_step, fake_tensors
-    from course_lib.training.finetune.activation_checkpointing import set_checkpointing
 
     torch.set_num_threads(1)
     print("GiB at the peak of forward and backward pass, the optimizer's step apart")
@@ -221,9 +232,7 @@ def fake() -> dict[str, bool]:
         dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         began = time.perf_counter()
         with fake_tensors():
-            model = llama(shape, dtype=dtype)
-            set_checkpointing(model, checkpointing)
-            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            model, optimizer = full_training(preset, dtype, checkpointing)
             counted = count_step(model, optimizer, torch.zeros(1, seq_len, dtype=torch.long), model.model.layers[0])
         executed = max(counted.moments[moment] for moment in MOMENTS[:3])
         seconds = time.perf_counter() - began
@@ -241,20 +250,15 @@ def fake() -> dict[str, bool]:
 def waste() -> dict[str, bool]:
     import torch
 
-    from course_lib.memory import PRESETS
     from course_lib.memory.allocator import replay, smallest_limit
     from course_lib.memory.breakdown import EXPECTED_WASTE
-    from course_lib.models import llama
     from course_lib.observe.fake import LiveStorages, fake_tensors
-    from course_lib.training.finetune.activation_checkpointing import set_checkpointing
 
     def three_steps(
         preset: str, dtype: torch.dtype, checkpointing: str, micro_batch: int, seq_len: int
     ) -> LiveStorages:
         with fake_tensors():
-            model = llama(PRESETS[preset], dtype=dtype)
-            set_checkpointing(model, checkpointing)
-            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            model, optimizer = full_training(preset, dtype, checkpointing)
             with LiveStorages() as live:
                 live.hold([*model.parameters(), *model.buffers()])
                 for _ in range(3):

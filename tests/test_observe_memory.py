@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from refusals import assert_refused
 
+from benchmarks.observe import memory_seen
 from course_lib.figures.sharding import HELD
 from course_lib.launch import launch
 from course_lib.models import tiny_llama
-from course_lib.observe import MemoryProbe, observe, tensor_bytes
+from course_lib.observe import MemoryProbe, observe
 from course_lib.observe.fake import LiveStorages, fake_ranks
 from course_lib.observe.holdings import held_slices
 from course_lib.observe.memory import memory_over_time, record_allocations
@@ -201,39 +202,15 @@ def test_ranks_hold_the_slices_that_their_method_says(private_tmp):
 # ---------------------------------------------------------------------------------------------------------- gloo's copies
 def sharded_layer() -> dict[str, int]:
     """What each instrument sees of a step of FSDP2 on one matrix, on the ranks that are there."""
-    from torch.backends import mkldnn
     from torch.distributed.fsdp import fully_shard
 
     layer, batch = fully_shard(torch.nn.Linear(1024, 1024, bias=False)), torch.ones(8, 1024)
 
     def step():
         layer(batch).square().mean().backward()
+        layer.zero_grad()
 
-    step()  # FSDP2 makes its buffers
-    layer.zero_grad()
-    at_rest = tensor_bytes([layer.weight])
-    probe = MemoryProbe(layer)
-    with probe.measure():
-        step()
-    layer.zero_grad()
-    with LiveStorages() as live:
-        live.hold([*layer.parameters(), batch])
-        step()
-    layer.zero_grad()
-    with (
-        mkldnn.flags(enabled=False),
-        torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
-    ):
-        step()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    totals = itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda event: event.start_ns()))
-    return {
-        "counted": live.highest - batch.nbytes,
-        "gloo, counted": live.gloo_copies,
-        "probe": probe.bytes["peak"],
-        "gloo, probe": probe.bytes["gloo_copies"],
-        "profiler": at_rest + max(totals),
-    }
+    return memory_seen(layer, None, batch, step)
 
 
 def test_a_peak_holds_what_a_gpu_would_hold_and_gloos_copies_stand_apart():

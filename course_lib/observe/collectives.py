@@ -235,14 +235,15 @@ class Recorder:
 
     def _note_end(self, record: Collective, work: Any, begin: Any) -> None:
         """Have the end of a collective recorded. ``begin``: an event of the stream that issued it, on a GPU."""
-        if work is None and record.kind not in POINT_TO_POINT:  # NCCL has put it on the current stream, being not async
+        if record.kind in POINT_TO_POINT:
+            self._end(record)
+            return
+        if work is None:  # NCCL has put a call that is not async on the current stream
             self._events.append((record, begin, _gpu_event()))
             return
         try:
-            future = None if record.kind in POINT_TO_POINT else work.get_future()
-        except RuntimeError:  # gloo's reduce_scatter
-            future = None
-        if future is None:
+            future = work.get_future()
+        except RuntimeError:  # gloo's reduce_scatter has none
             self._end(record)
             return
 

@@ -146,8 +146,9 @@ def held_slices(model: Any, optimizer: Any = None) -> dict[str, Any]:
         are there, each (first, last + 1) in elements, parameters one after another in the order of ``parameters()``.
         Neighbours are joined, padding is left out.
     """
-    stage = model.zero_optimization_stage() if hasattr(model, "zero_optimization_stage") else 0
-    outer = getattr(model, "optimizer", optimizer)
+    stage, outer = 0, optimizer
+    if hasattr(model, "zero_optimization_stage"):
+        stage, outer = model.zero_optimization_stage(), model.optimizer
     starts = list(itertools.accumulate((getattr(p, "ds_numel", p.numel()) for p in model.parameters()), initial=0))
     parameters = list(zip(model.parameters(), starts, strict=False))
     if stage == 3:

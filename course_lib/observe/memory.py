@@ -4,8 +4,8 @@ What each instrument counts:
 
 `tensor_bytes`        the storages behind tensors, each once.
 `MemoryProbe`         a real step. On CPU the peak is computed from the allocator's events, which PyTorch's profiler
-                      records: what a kernel takes for a moment is in it, gloo's copies are not. On CUDA it is the caching allocator's,
-                      allocated and reserved apart.
+                      records: what a kernel takes for a moment is in it, gloo's copies are not. On CUDA it is the
+                      caching allocator's, allocated and reserved apart.
 `record_allocations`  the same events of the CPU's allocator, one by one.
 `LiveStorages`        (course_lib.observe.fake) the storages that operations make, on real or on fake tensors: what a
                       kernel takes for itself is not in it.
@@ -253,7 +253,7 @@ class Allocation(NamedTuple):
 
 
 class AllocatorLog:
-    """Within it, what the CPU's allocator does for this thread and for gloo's threads that work for it.
+    """Records what the CPU's allocator does for this thread, and for gloo's threads on its behalf, while the block runs.
 
     oneDNN is switched off meanwhile: on CPUs with 16-bit instructions (AVX512-BF16, AVX512-FP16, AMX) it takes memory
     for reordered copies of its operands, which depend on the CPU and say nothing about the model. PyTorch's other
