@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from course_lib.notebook import progress
-from course_lib.notebook.where_you_stand import next_step, rows
+from course_lib.notebook.where_you_stand import how_guesses_went, next_step, rows
 from course_tools.command_line import ArgumentParser, reports_errors
 
 
 @reports_errors
 def main(argv: Sequence[str]) -> int:
-    """Print which exercises are passed, and what comes next. Returns 0."""
+    """Print which exercises are passed, how guesses went, and what comes next. Returns 0."""
     ArgumentParser(prog="beyond progress", description="Which exercises you have passed.").parse_args(argv)
     done = progress.load()
     for row in rows(done):
-        off = f", off by {row['off by (median)']}" if row["off by (median)"] else ""
-        kept = f"; {row['predictions measured']} predictions measured{off}" if row["predictions measured"] else ""
-        print(f"{row['lesson']}: {row['exercises passed']} exercises passed{kept}")
+        guesses = f"; guesses: {row['guesses']}" if row["guesses"] else ""
+        print(f"{row['lesson']}: {row['exercises passed']} exercises passed{guesses}")
+    print(how_guesses_went(done))
     print(next_step(done))
     return 0

@@ -31,10 +31,10 @@ def repository() -> str:
 
 def pages() -> dict[str, str]:
     """Path in the repository -> path on the site, for every page."""
-    notebooks = [path for folder in ("lessons", "labs", "solutions") for path in (ROOT / folder).glob("*.ipynb")]
-    found = {path.relative_to(ROOT).as_posix(): path.relative_to(ROOT).as_posix() for path in notebooks}
-    own = (ROOT / "site").rglob("*.md")
-    return found | {path.relative_to(ROOT).as_posix(): path.relative_to(ROOT / "site").as_posix() for path in own}
+    folders = ("lessons", "labs", "lessons/deeper", "solutions")  # a lab comes before what goes deeper
+    notebooks = [path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).glob("*.ipynb")]
+    own = [path.relative_to(ROOT).as_posix() for path in (ROOT / "site").rglob("*.md")]
+    return {path: path for path in notebooks} | {path: path.removeprefix("site/") for path in own}
 
 
 def gather(source: Path) -> None:
@@ -52,15 +52,12 @@ def gather(source: Path) -> None:
     # The README is no page of its own: pages include parts of it.
     readme = links.rewrite((ROOT / "README.md").read_text(encoding="utf-8"), "README.md", seen_from="README.md")
     (source / "README.md").write_text(readme, encoding="utf-8")
-    instructors = source / "instructors" / "index.md"
-    if instructors.exists():
-        with instructors.open("a", encoding="utf-8") as page:
-            page.write("\n```{toctree}\n:hidden:\n:glob:\n\n[0-9]*\n```\n")
+    with (source / "instructors" / "index.md").open("a", encoding="utf-8") as page:
+        page.write("\n```{toctree}\n:hidden:\n:glob:\n\n[0-9]*\n```\n")
     computed = {
         "REPOSITORY": links.address,
         "LESSON_CARDS": cards(),
         "TASTE": taste(source),
-        "INSTRUCTOR_PAGES": "instructors/index" if instructors.exists() else "",
     }
     index = (source / "index.md").read_text(encoding="utf-8")
     filled = re.sub("|".join(computed), lambda found: computed[found[0]], index)

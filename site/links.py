@@ -50,11 +50,10 @@ class Links:
             return self.target(found["target"], here, seen_from)
 
         def in_html(found: re.Match) -> str:
-            leads = re.sub(r"\.(?:ipynb|md)(?=#|$)", ".html", self.target(found["target"], here, seen_from))
-            outside = leads.startswith(self.address)
-            return (
-                found["quote"] + (self.target(found["target"], here, seen_from) if outside else leads) + found["quote"]
-            )
+            leads = self.target(found["target"], here, seen_from)
+            if not leads.startswith(self.address):
+                leads = re.sub(r"\.(?:ipynb|md)(?=#|$)", ".html", leads)
+            return found["quote"] + leads + found["quote"]
 
         done, at = [], 0
         for fence in [*_FENCE.finditer(text), None]:

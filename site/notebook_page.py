@@ -18,7 +18,7 @@ _MARKERS = re.compile(r"^ *### (?:BEGIN|END) SOLUTION *\n?", re.MULTILINE)
 
 def page_of(notebook: Notebook, path: str, links: Links) -> Notebook:
     """The notebook that lies at `path` in the repository, as Sphinx is to see it; the one given stays as it is."""
-    folder, name = path.split("/")
+    folder, *_, name = path.split("/")
     done = copy.deepcopy(notebook)
     done["cells"] = [cell for cell in done["cells"] if "colab" not in cell["metadata"].get("tags", ())]
     for cell in done["cells"]:
@@ -30,8 +30,10 @@ def page_of(notebook: Notebook, path: str, links: Links) -> Notebook:
             cell["outputs"] = [] if folder == "labs" else [_shown(output) for output in cell["outputs"]]
             _describe(cell)
     done["cells"].insert(1, _markdown(_run_it(path, links), "run-it"))
-    if folder == "lessons" and f"labs/{name}" in links.pages:  # a lab follows its lesson, in the menu and by "Next"
-        done["cells"].append(_markdown(f"```{{toctree}}\n:hidden:\n\n../labs/{name}\n```\n", "lab"))
+    below = (f"labs/{name}", f"lessons/deeper/{name[:3]}")
+    after = "".join(f"/{page}\n" for page in links.pages if path == f"lessons/{name}" and page.startswith(below))
+    if after:  # its lab, and then what goes deeper, follow a lesson in the menu and by "Next"
+        done["cells"].append(_markdown(f"```{{toctree}}\n:hidden:\n\n{after}```\n", "after-it"))
     if folder == "solutions":
         done["metadata"]["nosearch"] = True  # whoever searches shall not find the answers first
     return done

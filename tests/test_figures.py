@@ -30,7 +30,6 @@ from course_lib.figures import training as training_figures
 from course_lib.figures.stored_figures import pictures
 from course_lib.memory import estimate
 from course_lib.memory.allocator import replay
-from course_lib.notebook.ledger import Entry
 from course_lib.observe import Span
 from course_lib.parallel.grid import Grid
 from course_lib.parallel.schedules import orders
@@ -57,12 +56,6 @@ def schedule_of(schedule, stages=2, micro_batches=4, chunks=1, **times):
     return simulate(orders(schedule, stages, micro_batches, chunks), **times)
 
 
-ENTRIES = [
-    Entry("peak of a step", "04", "GiB", 1.9, 2.05, {"buckets": 0.1, "fragments": 0.02}),
-    Entry("not measured yet", "04", "s", 3.0),
-    Entry("not predicted", "04", "s", None, 3.0),
-    Entry("change of loss", "04", "", -2.0, -1.0, {"warm-up": 0.5, "other data": -0.25}),
-]
 CURVE = [(0, 10 * MIB), (10**9, 40 * MIB), (2 * 10**9, 15 * MIB)]
 PHASES = {"forward": (0, 10**9), "backward": (10**9, 2 * 10**9)}
 ALLOCATOR = replay([(True, 0, 20 * MIB), (True, 1, 20 * MIB), (False, 0, 0)])
@@ -106,7 +99,6 @@ DRAWINGS = [
     partial(figures.timeline, [ddp_step(), ddp_step(0.001)], title="One DDP step"),
     partial(figures.throughput, [1, 2, 4], [1000, 1800, 2500.0], title="Here", notes={"model": [1, 2, 3]}),
     partial(figures.bars, dict(zip("abcdef", range(1, 7), strict=True)), ylabel="bytes", title="Six"),
-    partial(figures.ledger, ENTRIES),
     partial(figures.bandwidth_curve, CURVE_BY_SIZE, CURVE_BY_SIZE.fit(), held_out=[2**14]),
     partial(figures.memory_over_time, CURVE, floors={"weights": 10 * MIB}, phases=PHASES),
     partial(figures.against_card, {"tiny": estimate("tiny")}, card=2**30, card_name="a card", title="Fits?"),
@@ -219,17 +211,6 @@ def test_a_timeline_has_each_ranks_collectives_below_its_computation(drawn):
     assert all(any(box.y0 < tick < box.y1 for tick in ticks[1::2]) for box in collective)
 
 
-def test_a_ledger_draws_each_residual_part_by_part(drawn):
-    figures.ledger(ENTRIES)
-    both, residual = drawn[-1].axes
-    names = [label.get_text().split("\n")[0] for label in both.get_yticklabels()]
-    assert names == ["peak of a step", "change of loss"], "only pairs are drawn"
-    lengths = [round(bar.get_width(), 2) for bar in both.patches]
-    assert sorted(lengths) == [50, 100, 100, 107.89]  # in percent of the predicted number
-    parts = [(round(bar.get_x(), 2), round(bar.get_width(), 2)) for bar in residual.patches]
-    assert sorted(parts) == [(0, -12.5), (0, 5.26), (0, 25), (5.26, 1.05), (6.32, 1.58), (25, 37.5)]
-
-
 def test_bars_are_as_long_as_what_they_stand_for(drawn):
     need = estimate("llama-3.1-8b")
     figures.against_card({"8B": need}, card=80 * 2**30, card_name="80", title="t")
@@ -288,7 +269,6 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
         [
             (lambda: figures.timeline([[], []], title="x"), ValueError, "spans"),
             (lambda: figures.throughput([0, 1], [1, 1], title="x"), ValueError, "ranks=[0, 1]"),
-            (lambda: figures.ledger(ENTRIES[1:3]), ValueError, ""),
             (lambda: figures.segments({}, title="t", note="n"), ValueError, ""),
             (lambda: style.picture(style.new_figure()[0], "  "), ValueError, "alternative text"),
             (lambda: single_gpu.gradient_window({"zeros": [0.0]}), ValueError, "'zeros'"),

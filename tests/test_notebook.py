@@ -14,9 +14,8 @@ from refusals import assert_refused
 from course_lib import notebook
 from course_lib.memory import CARDS, estimate, shape_of
 from course_lib.notebook import show, table
-from course_lib.notebook.widgets import grid_explorer as explorer
-from course_lib.notebook.widgets.calculator import START, answer, calculator
-from course_lib.notebook.widgets.grid_explorer import axis_traffic, grid_explorer, static_page
+from course_lib.notebook.widgets.calculator import answer, calculator
+from course_lib.notebook.widgets.grid_explorer import axis_traffic, grid_explorer
 from course_lib.notebook.widgets.ring_stepper import ring_stepper
 from course_lib.parallel.grid import Grid
 
@@ -66,16 +65,15 @@ def controls(widget):
 
 
 def test_the_calculator_answers_what_the_estimate_says_and_follows_its_sliders():
-    setting = {name: value for name, value in START.items() if name != "card"}
-    need, words = answer(card_name="t4", **(setting | {"gpus": 1, "method": "qlora"}))
+    need, words = answer("llama-3.1-8b", "t4", 1, "fsdp", method="qlora")
     assert need == estimate("llama-3.1-8b", method="qlora", precision="fp16-mixed")  # a T4 has no bf16
     assert need.fits(CARDS["t4"].memory) is False and "does not fit" in words
-    widget = calculator(model="smollm2-135m", gpus=1)
+    widget = calculator()
     before = widget.children[1].value
-    assert "smollm2-135m" in before and controls(widget)["shared by"].disabled  # one GPU shares with nobody
+    assert "on 1 x a100-80gb" in before and widget._repr_mimebundle_()["text/html"] == before
     controls(widget)["GPUs"].value = 8
-    assert not controls(widget)["shared by"].disabled
     controls(widget)["tokens each"].value = 16384
+    assert "on 8 x a100-80gb" in widget.children[1].value
     words, _, picture = widget.children[1].value.partition("<img alt='")
     old_words, _, old_picture = before.partition("<img alt='")
     assert words != old_words and picture != old_picture and "data:image/png;base64," in picture
@@ -83,7 +81,8 @@ def test_the_calculator_answers_what_the_estimate_says_and_follows_its_sliders()
 
 def test_traffic_is_summed_over_a_step_and_timed_on_the_link_that_the_axis_uses():
     shape, grid = shape_of("llama-3.1-8b"), Grid(dp=2, pp=2, tp=4, cp=2)
-    rows = {row.axis: row for row in axis_traffic(shape, grid, num_microbatches=8, seq_len=4096, strategy="ddp")}
+    how = {"per_node": 8, "num_microbatches": 8, "seq_len": 4096, "strategy": "ddp"}
+    rows = {row.axis: row for row in axis_traffic("llama-3.1-8b", grid, **how)}
     sizes = {axis: (row.ranks, row.nodes) for axis, row in rows.items()}
     assert sizes == {"tp": (4, 1), "cp": (2, 1), "pp": (2, 2), "dp": (4, 2)}
     assert "NVSwitch" in rows["tp"].link and "InfiniBand" in rows["dp"].link
@@ -93,35 +92,20 @@ def test_traffic_is_summed_over_a_step_and_timed_on_the_link_that_the_axis_uses(
     assert (rows["dp"].payload, rows["dp"].messages) == (gradients, 1)
     assert rows["dp"].seconds == pytest.approx(2 * 3 / 4 * gradients / 50e9, rel=1e-3)
     assert rows["pp"].seconds == pytest.approx(8 * states / 50e9, rel=0.05)
-    assert axis_traffic(shape, Grid()) == []
+    assert axis_traffic("llama-3.1-8b", Grid(), **how) == []
 
 
-def test_the_explorer_answers_and_has_a_fallback_for_pages_without_widgets():
-    start = dict(dp=4, pp=1, tp=2, per_node=4, model="llama-3.1-8b")
-    widget = grid_explorer(**start)
-    bundle, shown = widget._repr_mimebundle_(), widget.children[1]
-    assert "application/vnd.jupyter.widget-view+json" in bundle
-    assert bundle["text/html"] == static_page(**start) == shown.value
-    assert "llama-3.1-8b on 8 GPUs" in shown.value and "alt=" in shown.value
+def test_the_explorer_answers_also_where_a_choice_does_not_fit():
+    widget = grid_explorer()
+    shown = widget.children[1]
+    bundle = widget._repr_mimebundle_()
+    assert "application/vnd.jupyter.widget-view+json" in bundle and bundle["text/html"] == shown.value
+    assert "llama-3.1-70b on 32 GPUs" in shown.value and "alt=" in shown.value
     for name, value, expected in (
-        ("tp (tensor)", 8, "on 32 GPUs"),
         ("cp (context)", 2, "dp x cp"),
-        ("pp (pipeline)", 32, "on 2048 GPUs"),
+        ("pp (pipeline)", 32, "on 1024 GPUs"),
         ("model", "llama-3.2-1b", "Does not fit"),  # 16 layers
     ):
         controls(widget)[name].value = value
         assert expected in shown.value, name
-
-
-def test_what_does_not_fit_is_refused():
-    assert_refused(
-        [
-            (lambda: calculator(gpu=2), ValueError, "'gpu'"),
-            (lambda: ring_stepper(9), ValueError, "ranks=9"),
-            (lambda: grid_explorer(gpus=2), ValueError, "'gpus'"),
-            (lambda: explorer.answer(pp=128), ValueError, "80 layers"),
-            (lambda: explorer.answer(cp=3), ValueError, "cp=3"),
-            (lambda: explorer.answer(tp=3), ValueError, "3 tensor-parallel ranks"),
-            (lambda: explorer.answer(outer="string"), ValueError, "string"),
-        ]
-    )
+    assert_refused([(lambda: ring_stepper(9), ValueError, "ranks=9")])

@@ -12,7 +12,7 @@ import pytest
 from refusals import assert_refused
 
 from course_lib.notebook import contents, progress, where_you_stand
-from course_lib.notebook.progress import ExerciseRecord, LedgerRecord, Progress, load, record_exercise
+from course_lib.notebook.progress import ExerciseRecord, GuessRecord, Progress, load, record_exercise, record_guess
 from course_tools.__main__ import main
 
 LABS = contents.labs()
@@ -67,17 +67,17 @@ def test_two_processes_at_once_lose_no_update():
 
 
 def test_a_damaged_file_is_set_aside_with_one_line(tmp_path, monkeypatch, capsys):
-    line = b'{"version": 1, "labs": {}, "ledger": {"l": {"x": {"name": "x", "unit": "s", %s}}}}'
+    line = b'{"version": 2, "labs": {}, "guesses": {"l": {"x": {"unit": "s", %s}}}}'
     for number, damage in enumerate(
         (
             b"",
             b"\xff\xfe\x00",
-            b'{"version": 0, "labs": {}, "ledger": {}}',
+            b'{"version": 0, "labs": {}, "guesses": {}}',
             b'{"version": 1, "labs": [], "ledger": {}}',
-            b'{"version": 1, "labs": {"l": {"x": {"status": "passed", "tries": 2, "first_tried": 1}}}, "ledger": {}}',
-            line % b'"predicted": 1e999',
-            line % b'"predicted": NaN',
-            line % b'"parts": {"p": "q"}',
+            b'{"version": 2, "labs": {"l": {"x": {"status": "passed", "tries": 2, "first_tried": 1}}}}',
+            line % b'"guess": 1e999',
+            line % b'"guess": NaN',
+            line % b'"guess": 1, "author": 2',
             b"[" * 100_000,
             b" " * (progress.MAX_BYTES + 1),
         )
@@ -127,24 +127,20 @@ def test_what_cannot_be_written_now_is_read_at_once_and_written_later(home, monk
     assert capsys.readouterr().err == ""  # one warning is enough
 
 
-def test_the_ledger_is_kept_by_lesson_and_name_and_takes_what_json_can_hold(home):
-    too_much = (
-        {"predicted": math.nan},
-        {"measured": math.inf},
-        {"stamp": {"device": object()}},
-        {"name": "x" * 70_000},
-    )
-    records = [LedgerRecord(**{"name": "x", "unit": "s"} | wrong) for wrong in too_much]
-    assert_refused(
-        (lambda record=record: progress.record_ledger("04", record), ValueError, "ledger") for record in records
-    )
-    assert not (home / "progress.json").exists()
-    progress.record_ledger("04", LedgerRecord("peak", "GiB", predicted=1.9))
-    record = LedgerRecord("peak", "GiB", 1.9, 2.05, {"buffer": 0.1}, {"device": "a CPU", "ranks": 2})
-    progress.record_ledger("04", record)
-    record.measured = 7.0  # what the caller does to it later is not the ledger's business
-    [kept] = load().ledger["04"].values()
-    assert (kept.measured, kept.parts, kept.stamp["ranks"]) == (2.05, {"buffer": 0.1}, 2) and kept.when
+def test_a_file_of_the_first_format_keeps_its_exercises_and_loses_what_no_reader_guessed(home):
+    home.mkdir()
+    exercise = {"status": "passed", "tries": 2, "first_tried": "2026-01-01T00:00:00+00:00"}
+    old = {
+        "version": 1,
+        "labs": {"lab": {"first": exercise}},
+        "ledger": {"l": {"x": {"name": "x", "unit": "s", "predicted": 1}}},
+    }
+    (home / "progress.json").write_text(json.dumps(old))
+    record_guess("l", "y", GuessRecord("s", 3.0))
+    record_guess("l", "z", GuessRecord("s", 3.0))
+    record_guess("l", "z", None)
+    now = progress.read(home / "progress.json")
+    assert now.labs["lab"]["first"].tries == 2 and list(now.guesses["l"]) == ["y"] and now.guesses["l"]["y"].when
 
 
 # --------------------------------------------------------------------------------------------- where the learner stands
@@ -156,12 +152,14 @@ def test_exercises_of_the_labs_count_and_the_first_open_one_is_next(capsys):
         return {name: ExerciseRecord("passed", 1, "2026-01-01T00:00:00+00:00") for name in names}
 
     not_yet = {names[1]: ExerciseRecord("not yet", 3, "2026-01-01T00:00:00+00:00")}
-    lines = {  # a prediction counts once it is measured; a predicted 0 has no percentage
-        "a": LedgerRecord("a", "GiB", 2.0, 2.2),
-        "b": LedgerRecord("b", "GiB", 2.0, 1.0),
-        "c": LedgerRecord("c", "", 0.0, 3.0),
-        "not yet": LedgerRecord("not yet", "s", 1.0),
-        "not predicted": LedgerRecord("not predicted", "s", None, 1.0),
+    guesses = {  # a guess counts once it is measured, and a skipped one never
+        question: GuessRecord("GiB", guess, measured)
+        for question, guess, measured in [
+            ("a", 2.0, 2.2),
+            ("b", 4.0, 1.0),
+            ("not yet", 1.0, None),
+            ("skipped", None, 1.0),
+        ]
     }
     all_labs = {lab: passed(each.name for each in exercises) for lab, exercises in LABS.items()}
     for labs, count, expected in (
@@ -170,12 +168,28 @@ def test_exercises_of_the_labs_count_and_the_first_open_one_is_next(capsys):
         ({first: passed(names)}, len(names), f"lessons/{second}.ipynb"),
         (all_labs, len(names), "Every exercise"),
     ):
-        done = Progress(labs=labs, ledger={first: lines} if labs else {})
+        done = Progress(labs=labs, guesses={first: guesses} if labs else {})
         row = where_you_stand.rows(done)[0]
         assert row["exercises passed"] == f"{count} of {len(names)}", expected
         assert expected in where_you_stand.next_step(done)
-    assert (row["lesson"], row["predictions measured"], row["off by (median)"]) == (first, "3", "30 %")
+    assert (row["lesson"], row["guesses"]) == (first, "2, half of them within a factor of 4")
     record_exercise(first, names[0], passed=True, seconds=0.1)
     assert main(["progress"]) == 0
     printed = capsys.readouterr().out
     assert f"1 of {len(names)}" in printed and exercises[1].title in printed
+
+
+def test_the_last_guesses_stand_beside_the_first_ones():
+    def went(*factors: float | None) -> str:
+        records = {
+            str(i): GuessRecord("s", factor, None if factor is None else 1.0, f"2026-01-{i + 1:02}")
+            for i, factor in enumerate(factors)
+        }
+        return where_you_stand.how_guesses_went(Progress(guesses={"l": dict(reversed(records.items()))}))
+
+    assert "No guess" in went(None)
+    assert "1, within a factor of 3" in went(3.0) and "2, half of them within a factor of 3" in went(1.0, 3.0)
+    better = went(*[4.0] * 12, None, *[1.25] * 10)  # in the order of time, whatever the file's
+    assert "last 10" in better and "1.3;" in better and "first 10" in better and "of 4." in better
+    assert GuessRecord("s", 1e308, 1e-308).factor == GuessRecord("s", 5e-324, 1e308).factor == 1e9  # anybody's file
+    assert GuessRecord("s", -1.0, 2.0).factor is None and GuessRecord("s", 0.0, 0.0).factor == 1.0

@@ -73,6 +73,15 @@ def test_no_lesson_lacks_a_figure_a_formula_its_lab_or_its_card(site):
         assert f"lessons/{lesson}.html" in card and f"labs/{lesson}.html" in card and " minutes" in card, lesson
 
 
+def test_what_goes_deeper_is_on_the_map_and_follows_its_lesson(site):
+    course_map = (ROOT / "lessons" / "00_start_here.ipynb").read_text(encoding="utf-8")
+    for name in [path.stem for path in (ROOT / "lessons" / "deeper").glob("*.ipynb")]:
+        lesson = next(lesson for lesson in LESSONS if lesson[:3] == name[:3])
+        page = (site / "lessons" / f"{lesson}.html").read_text(encoding="utf-8")
+        assert f"](deeper/{name}.ipynb)" in course_map and f'href="deeper/{name}.html"' in page, name
+        assert (site / "lessons" / "deeper" / f"{name}.html").exists(), name
+
+
 def test_labs_ask_and_solutions_answer_but_are_not_searched(site):
     lab = (site / "labs" / f"{LESSONS[0]}.html").read_text(encoding="utf-8")
     solution = (site / "solutions" / f"{LESSONS[0]}.html").read_text(encoding="utf-8")

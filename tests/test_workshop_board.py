@@ -12,7 +12,7 @@ from refusals import assert_refused
 from classroom.authoring.labs import find_lab
 from classroom.workshop import board, learners
 from course_lib.notebook import contents
-from course_lib.notebook.progress import ExerciseRecord, Progress
+from course_lib.notebook.progress import ExerciseRecord, GuessRecord, Progress
 
 LABS = contents.labs()
 LAB5 = "05_deepspeed_zero"
@@ -51,7 +51,7 @@ def learner(folder: Path, name: str, *tries: tuple[str, str, int], message: str 
     records = {exercise: ExerciseRecord(status, n, when, message=message) for exercise, status, n in tries}
     path = folder / name / "progress.json"
     path.parent.mkdir(parents=True)
-    path.write_text(Progress({LAB5: records}, {}).to_json())
+    path.write_text(Progress({LAB5: records}, {LAB5: {"x": GuessRecord("s", 3.0, 4.0, OLD)}}).to_json())
     os.utime(path, (1.6e9, 1.6e9))
     return path
 
@@ -73,8 +73,9 @@ def test_a_row_tells_what_was_passed_tried_and_where_somebody_is_stuck(tmp_path)
     page = page_of(tmp_path)
     ada = page.row("ada")
     assert ada[5].startswith("1/7") and ada[1] == "0/8"
-    assert "A checkpoint for other ranks" in ada[10] and "5 tries" in ada[10] and "off by 2" in ada[10]
-    assert page.row("eve")[11] == "none yet"
+    assert "A checkpoint for other ranks" in ada[11] and "5 tries" in ada[11] and "off by 2" in ada[11]
+    assert ada[10] == "1, within a factor of 1.4" and page.row("eve")[10] == ""
+    assert page.row("eve")[12] == "none yet"
     orders = {"name": ["ada", "bob", "eve"], "passed": ["bob", "ada", "eve"], "silent": ["eve"], "stuck": ["ada"]}
     for order, names in orders.items():
         assert [row[0] for row in page_of(tmp_path, order).rows[1:-1]][: len(names)] == names, order
@@ -82,14 +83,14 @@ def test_a_row_tells_what_was_passed_tried_and_where_somebody_is_stuck(tmp_path)
 
 def test_a_damaged_file_is_a_row_and_the_others_are_read(tmp_path):
     damaged = {
-        "ten megabytes": b'{"version": 1, "labs": {}, "ledger": {}}' + b" " * 10 * 2**20,
+        "ten megabytes": b'{"version": 2, "labs": {}, "guesses": {}}' + b" " * 10 * 2**20,
         "deep": b"[" * 100_000,
-        "NaN": b'{"version": 1, "labs": {}, "ledger": {"l": {"x": {"name": "x", "unit": "s", "predicted": NaN}}}}',
+        "NaN": b'{"version": 2, "labs": {}, "guesses": {"l": {"x": {"unit": "s", "guess": NaN}}}}',
         "newer": b'{"version": 99}',
         "markup": b'{"version": "<script>"}',
         "no text": b"\xff\xfe",
         "digits": b'{"version": ' + b"9" * 5000 + b"}",
-        "other types": json.dumps({"version": 1, "labs": {LAB5: [1]}, "ledger": {}}).encode(),
+        "other types": json.dumps({"version": 2, "labs": {LAB5: [1]}, "guesses": {}}).encode(),
     }
     ada = learner(tmp_path, "ada", ("partition", "passed", 1))
     for name, data in damaged.items():
@@ -120,7 +121,7 @@ def test_names_and_messages_are_shown_as_they_are_and_never_as_markup(tmp_path):
     assert not {"script", "img", "b onclick", "iframe", "link"} & set(page.tags)
     assert not [part for part in page.attributes if part[1].startswith("on") or part[1] in ("src", "style")]
     row = page.rows[1]
-    assert row[0] == "<b onclick='x'>&\" gnitaehc" and attack in row[10] and len(row[10]) < 200
+    assert row[0] == "<b onclick='x'>&\" gnitaehc" and attack in row[11] and len(row[11]) < 200
     assert page.rows[2][0].startswith("Zoë O'Neill nn") and len(page.rows[2][0]) == learners.NAME_LENGTH
     assert not set(text) & set("\u202e\u200b\u0007\udcff")
 
@@ -129,7 +130,7 @@ def test_a_pattern_names_learners_by_its_wildcard_part(tmp_path):
     learner(tmp_path / "ada" / "data", "course", ("partition", "passed", 1))
     (tmp_path / "bob" / "data").mkdir(parents=True)
     page = page_of(tmp_path / "*" / "data" / "course" / "progress.json")
-    assert page.row("ada")[5] == "1/7" and page.row("bob")[11] == "none yet"
+    assert page.row("ada")[5] == "1/7" and page.row("bob")[12] == "none yet"
     two, nobody = str(tmp_path / "*" / "c*" / "progress.json"), str(tmp_path / "nobody")
     assert_refused(
         [

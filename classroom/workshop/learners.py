@@ -19,6 +19,7 @@ from pathlib import Path
 
 from course_lib.notebook.contents import LabExercise
 from course_lib.notebook.progress import MAX_BYTES, Progress
+from course_lib.notebook.where_you_stand import within
 
 MOST_LEARNERS = 500
 NAME_LENGTH, MESSAGE_LENGTH = 40, 100
@@ -47,6 +48,7 @@ class Learner:
         problem: why the file cannot be read; empty otherwise.
         counts: for each lab, exercises (passed, tried and not passed).
         stuck: exercises the learner is stuck at, most tries first.
+        guesses: how many numbers they guessed, and how well.
         unknown: recorded exercises that this course does not have.
         last_sign: seconds since 1970 of the last try that we know of; None where there is none.
     """
@@ -55,6 +57,7 @@ class Learner:
     problem: str = ""
     counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     stuck: tuple[Stuck, ...] = ()
+    guesses: str = ""
     unknown: int = 0
     last_sign: float | None = None
 
@@ -147,12 +150,13 @@ def summary(name: str, progress: Progress, labs: Labs, changed: float | None = N
         ]
     every = [record for records in progress.labs.values() for record in records.values()]
     times = [when for record in every for when in (record.first_tried, record.first_passed)]
-    times += [line.when for lines in progress.ledger.values() for line in lines.values()]
+    guesses = [guess for by_question in progress.guesses.values() for guess in by_question.values()]
+    times += [guess.when for guess in guesses]
     seconds = [one for one in map(_seconds, times) if one is not None and one <= time.time() + CLOCK_AHEAD]
     if changed is not None:
         seconds.append(changed)
     stuck.sort(key=lambda one: -one.tries)
-    return Learner(name, "", counts, tuple(stuck), len(every) - known, max(seconds, default=None))
+    return Learner(name, "", counts, tuple(stuck), within(guesses), len(every) - known, max(seconds, default=None))
 
 
 def medians(learners: Sequence[Learner], labs: Labs) -> list[float]:

@@ -88,12 +88,12 @@ def reset_progress(names: Sequence[str] | None = None) -> Path | None:
 
     def forget(now: Progress) -> None:
         gone = [lab for lab in now.labs if names is None or lab in names]
-        if gone or (names is None and now.ledger):
+        if gone or (names is None and now.guesses):
             write_atomically(copy, now.to_json(), durable=True, mode=0o600)
         for lab in gone:
             del now.labs[lab]
         if names is None:
-            now.ledger.clear()
+            now.guesses.clear()
 
     if not path.exists():
         return None

@@ -1,6 +1,5 @@
 """Every picture of the course, in one look. Each function takes numbers and returns a picture with its text."""
 
-from course_lib.figures.ledger import ledger
 from course_lib.figures.links import bandwidth_curve
 from course_lib.figures.memory import against_card, memory_over_time, reserved_and_allocated, segments
 from course_lib.figures.training import bars, losses, throughput, timeline
@@ -10,7 +9,6 @@ __all__ = [
     "against_card",
     "bandwidth_curve",
     "bars",
-    "ledger",
     "losses",
     "memory_over_time",
     "nice_bytes",

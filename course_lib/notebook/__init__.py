@@ -1,5 +1,7 @@
-"""What a notebook's page shows: sources, tables, widgets, the learner's guesses and progress."""
+"""What a notebook's page shows: sources, tables, widgets, the reader's guesses and progress."""
 
+from course_lib.notebook.guesses import ask, measured
 from course_lib.notebook.page import show, table
+from course_lib.notebook.waiting import takes
 
-__all__ = ["show", "table"]
+__all__ = ["ask", "measured", "show", "table", "takes"]

@@ -15,7 +15,7 @@ from course_lib.units import nice_number
 _ON_DARK_PAGES_TOO = "color: #1a1a1a"  # names have no colour of their own: white on a dark page
 
 
-class _Page:
+class Page:
     """Shown as HTML in a notebook and as text elsewhere."""
 
     def __init__(self, as_html: str, as_text: str) -> None:
@@ -28,7 +28,7 @@ class _Page:
         return self._text
 
 
-def show(thing: ModuleType | FunctionType | type) -> _Page:
+def show(thing: ModuleType | FunctionType | type) -> Page:
     """The source of a module, function or class, folded, in the page.
 
     Raises:
@@ -47,10 +47,10 @@ def show(thing: ModuleType | FunctionType | type) -> _Page:
         source, PythonLexer(), HtmlFormatter(noclasses=True, style="default", cssstyles=_ON_DARK_PAGES_TOO)
     )
     summary = f"Source of <code>{html.escape(name)}</code> ({html.escape(where)}, {source.count(chr(10))} lines)"
-    return _Page(f"<details><summary>{summary}</summary>{body}</details>", source)
+    return Page(f"<details><summary>{summary}</summary>{body}</details>", source)
 
 
-def table(rows: Sequence[dict[str, Any]], *, caption: str = "") -> _Page:
+def table(rows: Sequence[dict[str, Any]], *, caption: str = "") -> Page:
     """Rows of equal keys as a table; numbers aligned right, thousands separated.
 
     Raises:
@@ -78,7 +78,7 @@ def table(rows: Sequence[dict[str, Any]], *, caption: str = "") -> _Page:
     head = html_row(columns, "th scope='col'")
     body = "".join(html_row(row, "td") for row in cells)
     title = f"<caption style='text-align:left'>{html.escape(caption)}</caption>" if caption else ""
-    return _Page(
+    return Page(
         f"<table>{title}<thead>{head}</thead><tbody>{body}</tbody></table>",
         "\n".join([caption, *lines] if caption else lines),
     )

@@ -1,4 +1,4 @@
-"""One private JSON file per learner: which exercises passed, and what was predicted and measured.
+"""One private JSON file per learner: which exercises passed, and what was guessed and measured.
 
 The file lies in the user's own data folder (`BEYOND_ONE_GPU_HOME` moves it), mode 0600. Several notebooks may write at
 once: every change is read, made and written back under a lock, and the new file replaces the old one in one step. Where
@@ -8,30 +8,32 @@ the folder cannot be written, one line says so and the changes stay in this proc
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 from platformdirs import user_data_dir
+from pydantic import ConfigDict, TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from course_lib.files import write_atomically
-from course_lib.units import KIB, MIB
+from course_lib.units import MIB
 
-VERSION = 1
+VERSION = 2
+"""Format 1 held predictions that the lessons had filled in: its exercises are read, its predictions are not."""
 MAX_BYTES = 4 * MIB
 """A progress file larger than this is not ours: it is not read, and we never write one."""
 LOCK_SECONDS = 5.0
+_EXACTLY = ConfigDict(extra="forbid", allow_inf_nan=False)  # a field that we do not know is damage
 
 
-@dataclass
+@dataclass(config=_EXACTLY)
 class ExerciseRecord:
     """The best result of one exercise. `tries` counts up to and including the first pass; times are UTC, ISO 8601."""
 
@@ -43,76 +45,56 @@ class ExerciseRecord:
     message: str = ""
 
 
-@dataclass
-class LedgerRecord:
-    """One line of the ledger, every number in `unit`. None: not predicted, or not measured yet."""
+@dataclass(config=_EXACTLY)
+class GuessRecord:
+    """What a reader typed for one question, in `unit`. `guess` None: skipped; `measured` None: not measured yet."""
 
-    name: str
     unit: str
-    predicted: float | None = None
+    guess: float | None
     measured: float | None = None
-    parts: dict[str, float] = field(default_factory=dict)
-    stamp: dict[str, Any] = field(default_factory=dict)
     when: str = ""
 
+    @property
+    def factor(self) -> float | None:
+        """How far off the guess was, as a factor of 1 to 1e9. None where nothing was guessed or measured, or one is 0."""
+        if self.guess is not None and self.guess == self.measured:
+            return 1.0
+        if not self.guess or not self.measured or (self.guess < 0) != (self.measured < 0):
+            return None
+        ratio = self.guess / self.measured
+        return max(ratio, 1 / ratio) if 1e-9 < ratio < 1e9 else 1e9
 
-@dataclass
+
+@dataclass(config=_EXACTLY)
 class Progress:
-    """`labs[lab][exercise]` and `ledger[lesson][name]`, each in the order of the first time."""
+    """`labs[lab][exercise]` and `guesses[lesson][question]`, each in the order of the first time."""
 
     labs: dict[str, dict[str, ExerciseRecord]] = field(default_factory=dict)
-    ledger: dict[str, dict[str, LedgerRecord]] = field(default_factory=dict)
+    guesses: dict[str, dict[str, GuessRecord]] = field(default_factory=dict)
+    version: int = VERSION
 
     def to_json(self) -> str:
-        """The file's text. Raises ValueError on NaN and infinities, which JSON does not have."""
-        return json.dumps({"version": VERSION, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+        """The file's text."""
+        return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Progress:
+    def from_json(cls, text: str | bytes) -> Progress:
         """Raises ValueError for a text that is not a progress file, and OSError for a newer course's file."""
         try:
-            raw = json.loads(text, parse_constant=_number, parse_float=_number)
-            version = raw["version"]
-            if isinstance(version, int) and version > VERSION:
-                raise OSError(f"it was written by a newer version of the course (format {version}, known: {VERSION})")
-            if version != VERSION:
-                raise ValueError(f"unknown format {version!r}")
-            return cls(labs=_records(raw["labs"], ExerciseRecord), ledger=_records(raw["ledger"], LedgerRecord))
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"not a progress file: {type(error).__name__}: {error}") from error
+            raw = json.loads(text)
+        except RecursionError as error:
+            raise ValueError("not a progress file") from error
+        version = raw.get("version") if isinstance(raw, dict) else None
+        if isinstance(version, int) and version > VERSION:
+            raise OSError(f"it was written by a newer version of the course (format {version}, known: {VERSION})")
+        if version == 1:
+            raw = {"labs": raw.get("labs")}
+        elif version != VERSION:
+            raise ValueError("not a progress file")
+        return _FILE.validate_python(raw)
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "str | None": (str, type(None)),
-    "float | None": (int, float, type(None)),
-    "dict[str, float]": (dict,),
-    "dict[str, Any]": (dict,),
-}
-
-
-def _number(word: str) -> float:
-    value = float(word)
-    if not math.isfinite(value):
-        raise ValueError(f"{word} is not a finite number")
-    return value
-
-
-def _records(raw: dict[str, dict[str, dict]], kind: type) -> dict[str, dict[str, Any]]:
-    """Two levels of names, then `kind`: raises TypeError where a field is missing, unknown or of another type."""
-    found: dict[str, dict[str, Any]] = {}
-    for group, records in raw.items():
-        found[group] = {}
-        for name, values in records.items():
-            record = kind(**values)
-            for key, value in vars(record).items():
-                if not isinstance(value, _TYPES[kind.__annotations__[key]]) or isinstance(value, bool):
-                    raise TypeError(f"{name}.{key} is {value!r}")
-            if not all(isinstance(part, (int, float)) for part in getattr(record, "parts", {}).values()):
-                raise TypeError(f"{name}.parts is {record.parts!r}")
-            found[group][name] = record
-    return found
+_FILE = TypeAdapter(Progress)
 
 
 def progress_path() -> Path:
@@ -133,7 +115,7 @@ def read(path: Path) -> Progress:
         return Progress()
     if len(data) > MAX_BYTES:
         raise ValueError(f"larger than {MAX_BYTES:,} bytes")
-    return Progress.from_json(data.decode("utf-8"))
+    return Progress.from_json(data)
 
 
 class Store:
@@ -190,7 +172,7 @@ class Store:
             now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
             copy = self.path.with_name(f"progress.damaged-{now}.json")
             os.replace(self.path, copy)
-            _say(f"Your progress file was damaged ({error}); it is now {copy}, and a new one begins.")
+            _say(f"Your progress file was damaged ({str(error)[:200]}); it is now {copy}, and a new one begins.")
             return Progress()
 
     def _write(self, text: str) -> None:
@@ -236,27 +218,22 @@ def record_exercise(lab: str, exercise: str, *, passed: bool, seconds: float, me
         if record.status == "passed":
             return
         record.tries += 1
-        record.seconds, record.message = round(seconds, 3), message
+        record.seconds, record.message = round(float(seconds), 3), message
         if passed:
             record.status, record.first_passed = "passed", when
 
     _store(progress_path()).update(change)
 
 
-def record_ledger(lesson: str, record: LedgerRecord) -> None:
-    """Put one line into `lesson`'s ledger; a line of the same name is replaced.
-
-    Raises ValueError for NaN, infinities, a stamp that JSON cannot hold, and a line above 64 KiB.
-    """
-    try:
-        text = json.dumps(asdict(record), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{record.name!r} cannot be kept in the ledger: {error}; plain numbers and text") from error
-    if len(text) > 64 * KIB:
-        raise ValueError(f"{record.name[:40]!r}… takes {len(text):,} bytes: a ledger line has at most 65,536")
-    kept = replace(record, when=record.when or now())
+def record_guess(lesson: str, question: str, record: GuessRecord | None) -> None:
+    """Keep what was guessed; one with the same question is replaced, and None takes it away (an emptied box)."""
+    kept = replace(record, when=now()) if record else None
 
     def change(progress: Progress) -> None:
-        progress.ledger.setdefault(lesson, {})[kept.name] = replace(kept)
+        guesses = progress.guesses.setdefault(lesson, {})
+        if kept:
+            guesses[question] = replace(kept)
+        else:
+            guesses.pop(question, None)
 
     _store(progress_path()).update(change)

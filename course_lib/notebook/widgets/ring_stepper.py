@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from course_lib.figures.collectives import ring_step
-from course_lib.notebook.widgets.static_view import with_fallback
+from course_lib.notebook.widgets.panel import with_fallback
 
 if TYPE_CHECKING:
     import ipywidgets

@@ -1,0 +1,299 @@
+"""The reader guesses a number, the run answers.
+
+    rank_peak = ask("Peak of a step on each of 2 ranks", unit="MiB")  # a number box; empty is allowed
+    ...
+    measured(rank_peak, run.memory[0]["peak"], formula=12 * P, parts={"gloo's copy": copied})
+
+What somebody types is kept in the progress file by lesson and question, so it survives a restart of the kernel. The
+measurement waits, folded, for a guess or for "skip". Where nobody can type (nbconvert, nbval) nothing waits, and nothing
+is kept.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from course_lib.notebook import progress
+from course_lib.notebook.page import Page
+from course_lib.notebook.widgets.panel import with_fallback
+from course_lib.units import GB, GIB, KB, KIB, MB, MIB, TB, TIB, nice_bytes
+from course_lib.validation import pick
+
+_BYTES = {"bytes": 1, "KB": KB, "MB": MB, "GB": GB, "TB": TB, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
+UNITS: dict[str, tuple[str, float]] = {
+    **{unit: ("bytes", size) for unit, size in _BYTES.items()},
+    **{unit: ("seconds", size) for unit, size in {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600}.items()},
+    "%": ("percent", 1),
+    "tokens": ("tokens", 1),
+    "times": ("times", 1),
+    "": ("a count", 1),
+}
+"""Unit -> (what it measures, its size). Numbers become one another only within what a unit measures."""
+_OTHER_WORDS = {"b": "bytes", "byte": "bytes", "µs": "us", "sec": "s", "second": "s", "seconds": "s", "minutes": "min", "hours": "h", "percent": "%", "token": "tokens", "x": "times"}  # fmt: skip
+_LARGE = {"k": 1e3, "thousand": 1e3, "m": 1e6, "million": 1e6, "b": 1e9, "billion": 1e9}
+_NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d*)?(?:[eE][+-]?\d+)?"
+_TYPED = re.compile(rf"[~≈]?\s*(-?{_NUMBER})(?:\s*([*×/])\s*({_NUMBER}))?\s*([^\d*×/]*)")
+
+
+def read_amount(text: str, unit: str) -> float:
+    """The number in `text`, in `unit`: "2.4 GiB", "2400 MiB", "1,607,936", "4 * 135e6", "3/4", and "2.4" alone.
+
+    Raises ValueError with one sentence for a reader who typed something else.
+    """
+    kind, size = UNITS[unit]
+    example = f"type a number, such as {amount(2.5, unit)}"
+    found = _TYPED.fullmatch(text.strip())
+    if not found and re.fullmatch(r"\s*\d+,\d+\D*", text):
+        raise ValueError("decimals follow a point (2.5); a comma separates thousands (1,607,936)")
+    if not found:
+        raise ValueError(f"{text.strip()[:30]!r} is no number: {example}")
+    first, sign, second, word = found.groups(default="")
+    number, other = (float(digits.replace(",", "") or 1) for digits in (first, second))
+    if sign:
+        number = number * other if sign != "/" else number / other if other else math.inf
+    if number < 0:
+        raise ValueError(f"{text.strip()[:30]!r} is less than nothing: {example}")
+    if kind in ("a count", "tokens") and word.split(" ")[0].lower() in _LARGE:
+        large, _, word = word.partition(" ")
+        number *= _LARGE[large.lower()]
+    if word.strip():
+        known = {name.lower(): name for name in UNITS} | _OTHER_WORDS
+        typed = word.strip() if word.strip() in UNITS else known.get(word.strip().lower(), "?")
+        if UNITS.get(typed, ("", 1))[0] != kind:
+            alike = ", ".join(name for name, (its_kind, _) in UNITS.items() if its_kind == kind and name)
+            raise ValueError(f"{word.strip()[:20]!r} does not fit here: type a number{' of ' if alike else ''}{alike}")
+        number *= UNITS[typed][1] / size
+    if not math.isfinite(number):
+        raise ValueError(f"{text.strip()[:30]!r} is no finite number: {example}")
+    return number
+
+
+def amount(value: float, unit: str = "", *, sign: bool = False) -> str:
+    """A number with its unit: '1.9 GiB', '13,912,064 bytes', '+7.9 %'. Whole numbers in full, others in 4 digits."""
+    whole = float(value).is_integer() or abs(value) >= 1e4
+    return f"{value:{'+' if sign and value else ''}{',.0f' if whole and abs(value) < 1e15 else ',.4g'}} {unit}".rstrip()
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A guess beside its measurement, every number in `unit`. `parts` lead from the formula (or 0) to the measurement."""
+
+    question: str
+    unit: str
+    measured: float
+    guess: float | None = None
+    formula: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def unexplained(self) -> float:
+        """What formula and parts leave over; 0 without either, and for the rounding noise of floats."""
+        if self.formula is None and not self.parts:
+            return 0.0
+        left = self.measured - (self.formula or 0.0) - sum(self.parts.values())
+        return 0.0 if abs(left) <= 1e-9 * max(abs(self.measured), abs(self.formula or 0.0)) else left
+
+    def __str__(self) -> str:
+        """One line, such as '5.2 MiB measured · 4.8 by formula · padding +0.4 · your guess 6 (15 % high)'."""
+        line = [f"{amount(self.measured, self.unit)} measured"]
+        if self.formula is not None:
+            exact = not self.parts and not self.unexplained
+            line.append("exactly what the formula gives" if exact else f"{amount(self.formula)} by formula")
+        line += [f"{name} {self._small(size)}" for name, size in self.parts.items()]
+        if self.unexplained:
+            line.append(f"unexplained {self._small(self.unexplained)}")
+        if self.guess is not None:
+            line.append(f"your guess {amount(self.guess)} ({_distance(self.guess, self.measured)})")
+        return " · ".join(line)
+
+    def _small(self, size: float) -> str:
+        """A part with its sign; one that hardly shows in the measurement's unit gets a smaller one: '+1.06 KiB'."""
+        kind, scale = UNITS[self.unit]
+        if kind == "bytes" and abs(size) < 0.01 * abs(self.measured):
+            return f"{'+' if size > 0 else ''}{nice_bytes(size * scale)}"
+        return amount(size, sign=True)
+
+    def page(self, *, folded: bool, asked: bool) -> Page:
+        """The line with its picture; `folded` behind a line to click, where nothing can wait for a guess."""
+        from course_lib.figures.guess import dot_plot
+
+        line = f"{self} · no guess" if asked and self.guess is None else str(self)
+        picture = dot_plot(self, alt=line)
+        shown = f"{picture.html if picture else ''}<div>{html.escape(line)}</div>"
+        if folded:
+            shown = f"<details><summary>Guess first, then open this: what was measured</summary>{shown}</details>"
+        return Page(f"<div><div><b>{html.escape(self.question)}</b></div>{shown}</div>", f"{self.question}\n{line}")
+
+
+def _distance(guess: float, actual: float) -> str:
+    """How far a guess is from the measurement: 'right', '0.5 % low', '3.2 times too high'."""
+    side = "low" if guess < actual else "high"
+    if math.isclose(guess, actual, rel_tol=1e-9):
+        return "right"
+    if guess <= 0 or actual <= 0:
+        return f"{amount(abs(guess - actual))} too {side}"
+    times = max(guess / actual, actual / guess)
+    return (
+        f"{amount(float(f'{times:.2g}'))} times too {side}"
+        if times >= 2
+        else f"{100 * abs(guess / actual - 1):.2g} % {side}"
+    )
+
+
+class Guess:
+    """One question and its box. `value` is the guess in `unit`, None as long as nothing readable was typed."""
+
+    def __init__(self, question: str, unit: str, lesson: str) -> None:
+        self.question, self.unit, self.lesson = question, unit, lesson
+        kept = progress.load().guesses.get(lesson, {}).get(question)
+        self._record = (
+            kept if kept is not None and kept.unit == unit else None
+        )  # the lesson may ask in another unit now
+        self._box: Any = None
+        self._remark: Any = None
+        self._reveal: Callable[[], None] | None = None  # shows the measurement that waits for this guess
+
+    @property
+    def value(self) -> float | None:
+        """The guess in `unit`, or None."""
+        return self._record.guess if self._record else None
+
+    @property
+    def _label(self) -> str:
+        return f"{self.question} ({self.unit})" if self.unit else self.question
+
+    @property
+    def _typed(self) -> str:
+        return "" if self.value is None else amount(self.value)
+
+    def __repr__(self) -> str:
+        return f"{self.question}: {self._typed or '____'} {self.unit}".rstrip()
+
+    def _show(self) -> None:
+        import ipywidgets as w
+        from IPython.display import display
+
+        static = Page(f"<p>{html.escape(self.question)}: ____ {html.escape(self.unit)}</p>", repr(self))
+        if not somebody_looks_on():
+            display(static)
+            return
+        wide = {"style": {"description_width": "initial"}, "layout": w.Layout(width="auto", min_width="320px")}
+        self._box = w.Text(
+            self._typed, description=self._label, placeholder="your guess", continuous_update=False, **wide
+        )
+        self._box.observe(self._read, "value")
+        self._remark = w.HTML()
+        self._say("your guess from before" if self._typed else "")
+        row = w.HBox([self._box, self._remark], layout=w.Layout(flex_flow="row wrap", align_items="center"))
+        display(with_fallback([row], static._repr_html_()))
+
+    def _say(self, remark: str) -> None:
+        self._remark.value = f"<span role='status'>{html.escape(remark)}</span>"
+
+    def _read(self, change: Any) -> None:
+        """Take what was typed into the box; nothing that anybody types is an error."""
+        text = change["new"].strip()
+        if self._record and self._record.measured is not None:
+            self._say("" if text == self._typed else "The measurement has been shown: this does not count any more.")
+        elif not text:
+            self._keep(None)
+            self._say("")
+        else:
+            try:
+                self._keep(progress.GuessRecord(self.unit, read_amount(text, self.unit)))
+            except ValueError as error:
+                self._say(f"⚠ {error}. {f'Your guess is still {self._typed}.' if self._typed else 'No guess yet.'}")
+                return
+            self._say(f"your guess: {amount(self.value, self.unit)}")
+            self._unfold()
+
+    def _skip(self, _: Any = None) -> None:
+        self._keep(progress.GuessRecord(self.unit, None))
+        self._unfold()
+
+    def _keep(self, record: progress.GuessRecord | None) -> None:
+        self._record = record
+        progress.record_guess(self.lesson, self.question, record)
+
+    def _unfold(self) -> None:
+        if self._reveal:
+            self._reveal()
+
+
+def ask(question: str, unit: str = "", *, lesson: str | None = None) -> Guess:
+    """Show a number box for the reader's guess, and go on at once.
+
+    Args:
+        question: what is asked; with the lesson it names the guess in the progress file.
+        unit: of the answer, one of UNITS; "" for a plain count. The box takes other units of its kind, too.
+        lesson: None takes the notebook's file name.
+    """
+    pick("unit", unit, UNITS)
+    guess = Guess(question, unit, lesson or Path(_notebook()).stem or "scratch")
+    guess._show()
+    return guess
+
+
+def measured(
+    guess: Guess, value: float, *, formula: float | None = None, parts: Mapping[str, float] | None = None
+) -> None:
+    """Show the guess, the formula's value and the measurement side by side, once there is a guess or a "skip".
+
+    Args:
+        guess: what `ask` returned.
+        value: the measurement: in bytes or seconds where the guess has a unit of them, otherwise in the guess's unit.
+        formula: what the arithmetic gives, as `value`.
+        parts: what leads from the formula (without one: from 0) to the measurement, name -> as `value`. What is then
+            left is shown as unexplained.
+    """
+    from IPython.display import display
+
+    size = UNITS[guess.unit][1]
+    result = Measurement(
+        guess.question,
+        guess.unit,
+        float(value) / size,
+        formula=None if formula is None else float(formula) / size,
+        parts={name: float(part) / size for name, part in (parts or {}).items()},
+    )
+    if guess._box is None:
+        display(result.page(folded=True, asked=False))
+        return
+    import ipywidgets as w
+
+    def reveal() -> None:
+        if guess._record.measured is None:
+            guess._keep(replace(guess._record, measured=result.measured))
+        shown.children = [w.HTML(replace(result, guess=guess.value).page(folded=False, asked=True)._repr_html_())]
+
+    skip = w.Button(description="Skip: show me", tooltip="Show the measurement without a guess")
+    skip.on_click(guess._skip)
+    shown = with_fallback(
+        [w.HBox([guess._box, skip], layout=w.Layout(flex_flow="row wrap"))],
+        result.page(folded=True, asked=False)._repr_html_(),
+    )
+    if guess._record:
+        reveal()
+    else:
+        guess._reveal = reveal
+    display(shown)
+
+
+def somebody_looks_on() -> bool:
+    """True in a notebook that is open in front of a person, False under nbconvert, nbval and in plain Python."""
+    return bool(_notebook()) or "COLAB_RELEASE_TAG" in os.environ
+
+
+def _notebook() -> str:
+    """The file of the notebook that a person has open; VS Code and Jupyter's server each say it. Colab does not."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    in_vs_code = shell.user_ns.get("__vsc_ipynb_file__") if shell else None
+    return in_vs_code or os.environ.get("JPY_SESSION_NAME", "")
