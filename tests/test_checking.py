@@ -195,16 +195,12 @@ def test_what_cannot_be_used_is_a_sentence():
     assert verdict.status == "not yet" and "keep the arguments" in verdict.message
 
 
-def test_an_endless_loop_is_stopped_and_named():
-    lab = a_lab()
-    lab.limit = 0.3
+def test_an_endless_loop_is_stopped_and_named(monkeypatch):
+    monkeypatch.setattr(checking, "LIMIT", 0.3)
     verdict = verdict_on(
-        "def f():\n    while True:\n        try:\n            x = 1\n        except:\n            x = 2", lab
+        "def f():\n    while True:\n        try:\n            x = 1\n        except:\n            x = 2", a_lab()
     )
     assert verdict.status == "not yet" and "0.3 s" in verdict.message and "at your cell, line" in verdict.message
-    lab = a_lab("import time; time.sleep(0.4)")  # an exercise may take longer than its lab allows
-    lab.limit, lab.exercises["double"].limit = 0.1, 30.0
-    assert lab.double(print).status == "passed"
 
 
 def test_a_check_computes_on_one_thread_and_gives_the_others_back():

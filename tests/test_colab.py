@@ -32,7 +32,7 @@ PACKAGES = Path(importlib.util.find_spec("torch").origin).parent.parent
 COLAB_2026_08 = {
     "torch": "2.11.0+cu128", "transformers": "5.15.0", "accelerate": "1.14.0", "peft": "0.20.0", "safetensors": "0.8.0",
     "numpy": "2.1.3", "matplotlib": "3.10.0", "pillow": "11.3.0", "cloudpickle": "3.1.2", "filelock": "3.32.3",
-    "platformdirs": "4.11.3", "psutil": "5.9.5", "ipywidgets": "7.7.1", "pygments": "2.21.0",
+    "platformdirs": "4.11.3", "pydantic": "2.13.4", "psutil": "5.9.5", "ipywidgets": "7.7.1", "pygments": "2.21.0",
 }  # fmt: skip
 
 

@@ -4,10 +4,8 @@ import itertools
 import json
 from functools import partial
 
-import pytest
 import torch
 from refusals import assert_refused
-from torch.utils.data import DataLoader, DistributedSampler
 
 from course_lib.models import byte_tokenizer, data
 
@@ -54,9 +52,7 @@ def test_a_batch_is_the_callers_own():
     first = data.sample_batch(0, global_batch=2, seq_len=8)
     kept = first.clone()
     first.zero_()
-    data.TextWindows(8)[0].zero_()
     assert torch.equal(data.sample_batch(0, global_batch=2, seq_len=8), kept)
-    assert data.TextWindows(8)[0].sum() > 0
     batches = [data.sample_batch(step, global_batch=2, seq_len=4, tokens=torch.arange(6)) for step in range(40)]
     assert {row[0] for row in torch.cat(batches).tolist()} == {0, 1, 2}  # from the start of the text to its end
 
@@ -71,21 +67,8 @@ def test_a_batch_that_cannot_be_is_refused():
             (partial(batch, seq_len=0), ValueError, "seq_len=0"),
             (partial(batch, seq_len=10**9), ValueError, "shorten"),
             (partial(data.sample_batch, -1, global_batch=4, seq_len=8), ValueError, "step=-1"),
-            (partial(data.TextWindows, 4, stride=0), ValueError, "stride=0"),
-            (partial(data.TextWindows, 4, limit=0), ValueError, "limit=0"),
         ]
     )
-
-
-def test_text_windows_overlap_by_their_stride_and_are_dealt_out_by_a_sampler():
-    windows = data.TextWindows(4, tokens=torch.arange(9), stride=2)
-    assert [window.tolist() for window in windows] == [[0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7]]
-    assert windows[-1].tolist() == windows[2].tolist() and len(data.TextWindows(32, limit=10)) == 10
-    samplers = [DistributedSampler(windows, num_replicas=2, rank=rank, shuffle=False) for rank in range(2)]
-    batches = [batch for sampler in samplers for batch in DataLoader(windows, batch_size=2, sampler=sampler)]
-    assert [batch[:, 0].tolist() for batch in batches] == [[0, 4], [2, 0]]
-    with pytest.raises(IndexError):
-        windows[3]
 
 
 def test_instructions_are_split_for_good():

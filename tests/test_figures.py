@@ -97,7 +97,7 @@ CURVE_BY_SIZE = Curve("all_reduce", 4, 5, POINTS, {"backend": "gloo"})
 DRAWINGS = [
     partial(figures.losses, {f"run {i}": [5.0 - i / 10, 4.0] for i in range(9)}),
     partial(figures.timeline, [ddp_step(), ddp_step(0.001)], title="One DDP step"),
-    partial(figures.throughput, [1, 2, 4], [1000, 1800, 2500.0], title="Here", notes={"model": [1, 2, 3]}),
+    partial(figures.throughput, [1, 2, 4], [1000, 1800, 2500.0], title="Here"),
     partial(figures.bars, dict(zip("abcdef", range(1, 7), strict=True)), ylabel="bytes", title="Six"),
     partial(figures.bandwidth_curve, CURVE_BY_SIZE, CURVE_BY_SIZE.fit(), held_out=[2**14]),
     partial(figures.memory_over_time, CURVE, floors={"weights": 10 * MIB}, phases=PHASES),
@@ -124,8 +124,8 @@ DRAWINGS = [
     partial(frameworks.compare, FRAMEWORKS, title="Side by side"),
     partial(splits.column_then_row),
     partial(splits.heads_over_ranks, heads=16, kv_heads=4, ranks=4),
-    partial(splits.vocabulary_loss, tokens=1024, vocab=4096, ranks=4),
-    partial(splits.inside_or_between, layers=6, ranks=3),
+    partial(splits.vocabulary_loss),
+    partial(splits.inside_or_between),
     partial(pipeline.schedule, *[schedule_of("interleaved", 2, 2, 2)] * 2, title="Two chunks"),
     partial(pipeline.schedule, *[schedule_of("zero_bubble", backward=1.0, weight=1.0)] * 2, title="Weights apart"),
     partial(
@@ -279,7 +279,6 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
             (lambda: ranks.side_by_side(tmp_path / "nothing"), ValueError, "no folder of a rank"),
             (lambda: ranks.side_by_side(tmp_path / "silent"), ValueError, "Logged: nothing"),
             (lambda: frameworks.compare([{"name": "a", "ranks": 1}], title="t"), ValueError, "held"),
-            (lambda: splits.inside_or_between(layers=5, ranks=2), ValueError, "layers=5"),
             (lambda: grid.rank_grid(Grid(), per_node=17), ValueError, "per_node=17"),
         ]
     )

@@ -1,7 +1,6 @@
 """One private file, no lost update, nothing that stops a notebook; and where the learner stands."""
 
 import json
-import math
 import os
 import stat
 import subprocess
@@ -9,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from refusals import assert_refused
 
 from course_lib.notebook import contents, progress, where_you_stand
 from course_lib.notebook.progress import ExerciseRecord, GuessRecord, Progress, load, record_exercise, record_guess

@@ -189,6 +189,13 @@ def test_hidden_names_are_recognised() -> None:
     assert not hidden_names("import os.path\nx = [path for path in os.listdir()]\nfor os in x: ...")
 
 
+def test_what_make_starts_as_a_program_is_one() -> None:
+    for module in set(re.findall(r"-m ((?:classroom|course_\w+|benchmarks)[\w.]*)", (ROOT / "Makefile").read_text())):
+        path = ROOT / module.replace(".", "/")
+        file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        assert 'if __name__ == "__main__":' in file.read_text(), module
+
+
 def test_every_lesson_has_its_lab_and_its_solution() -> None:
     names = {
         folder: {path.name for path in NOTEBOOKS if path.parent == ROOT / folder}

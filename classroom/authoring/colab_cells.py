@@ -10,6 +10,7 @@ import argparse
 import importlib.metadata
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -156,3 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not left:
         print("Colab's badge and cell are in place")
     return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -38,7 +38,7 @@ from course_lib.validation import did_you_mean
 Status = Literal["passed", "not attempted", "not yet"]
 COLOURS: dict[str, str] = {"passed": "#2e7d32", "not attempted": "#757575", "not yet": "#b26a00"}
 __all__ = ["Exercise", "Lab", "NotYet", "Verdict", "close", "judge", "ratio_hint", "returned"]
-LIMIT = 120.0  # seconds for one check, unless its exercise or its lab says more: an endless loop ends here
+LIMIT = 120.0  # seconds for one check: an endless loop ends here
 # What using a wrong type, dtype or shape raises in a check's own lines, where no line of the learner's takes part.
 USE_FAILS = (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RuntimeError)
 _USE_FAILS_BY_NAME = {e.__name__ for e in USE_FAILS} | {"KeyError", "IndexError", "ZeroDivisionError", "OverflowError"}
@@ -90,12 +90,11 @@ class Exercise:
         difficulty: int,
         minutes: int,
         keeps_inputs: bool = True,
-        limit: float | None = None,
     ):
         functools.update_wrapper(self, check)
         self.lab, self.check, self.name, self.title = lab, check, check.__name__, title
         self.importance, self.difficulty, self.minutes = importance, difficulty, minutes
-        self.keeps_inputs, self.limit = keeps_inputs, limit
+        self.keeps_inputs = keeps_inputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Verdict:
         """Run the check, show and record its verdict. Raises only KeyboardInterrupt and the course's own bugs."""
@@ -131,7 +130,7 @@ class Exercise:
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Status, str]:
         try:
-            with one_thread(), time_limit(self.limit or self.lab.limit):
+            with one_thread(), time_limit(LIMIT):
                 evidence = self.check(*map(self._guarded, args), **{k: self._guarded(v) for k, v in kwargs.items()})
         except (Exception, SystemExit) as error:
             verdict = judge(error)
@@ -216,12 +215,11 @@ def _lacks_forward(message: str) -> bool:
 class Lab:
     """The exercises of one lab in the order of their definition, and what this kernel has seen of them."""
 
-    def __init__(self, name: str, *, title: str, limit: float = LIMIT):
+    def __init__(self, name: str, *, title: str):
         numbered = re.fullmatch(r"(\d\d)_\w+", name)
         if not numbered:
             raise ValueError(f"a lab is named like its notebook, '04_ddp_accelerate', not {name!r}")
         self.name, self.title, self.number = name, title, int(numbered[1])
-        self.limit = limit
         self.exercises: dict[str, Exercise] = {}
         self.verdicts: dict[str, Verdict] = {}
 
@@ -233,12 +231,10 @@ class Lab:
         difficulty: int,
         minutes: int,
         keeps_inputs: bool = True,
-        limit: float | None = None,
     ) -> Callable[[Callable[..., str | None]], Exercise]:
         """Make a function the check of the next exercise. `importance` and `difficulty` go from 1 to 5.
 
         keeps_inputs: the learner's function must not change the lists, dicts and tensors that it is given.
-        limit: seconds after which the check is stopped; None takes the lab's.
 
         The function takes what the learner hands in, raises NotYet for a known mistake, and returns None or the
         evidence in a few words. A parameter takes a function unless it is annotated as something else.
@@ -250,7 +246,7 @@ class Lab:
             name = check.__name__
             if name in self.exercises or hasattr(type(self), name) or name in vars(self):
                 raise ValueError(f"lab {self.number} has something called {name!r} already: rename the exercise")
-            self.exercises[name] = Exercise(self, check, title, importance, difficulty, minutes, keeps_inputs, limit)
+            self.exercises[name] = Exercise(self, check, title, importance, difficulty, minutes, keeps_inputs)
             return self.exercises[name]
 
         return define

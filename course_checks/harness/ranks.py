@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from course_checks.harness.comparing import NotYet
@@ -62,17 +62,16 @@ def sent_between(
     what: str,
     *,
     phase: int | None = None,
-    kinds: Iterable[str] | None = None,
     why: str = "",
 ) -> int:
     """Bytes that a rank put into its collectives, as measured in this run.
 
-    `phase` counts from the start of the run, barrier by barrier; None takes all. `kinds` limits the collectives.
+    `phase` counts from the start of the run, barrier by barrier; None takes all.
     Raises NotYet outside of `at_least` and `at_most`; `why` is what to do about too many.
     """
     cut = phases(run, rank)
     calls = [c for each in cut for c in each] if phase is None else cut[phase]
-    sent = sum(c.bytes for c in calls if c.kind != "recv" and (kinds is None or c.kind in kinds))
+    sent = sum(c.bytes for c in calls if c.kind != "recv")
     if sent > at_most:
         raise NotYet(
             f"rank {rank} sends {sent:,} bytes of {what}, and {at_most:,.0f} are enough{': ' + why if why else ''}"

@@ -147,13 +147,9 @@ def _finished(state: Sequence[Sequence[Any]]) -> str:
     return f"{whole} of {len(state) ** 2} chunks hold the whole sum"
 
 
-def ring_steps(ranks: int = 4, steps: Sequence[int] | None = None) -> Picture:
-    """Some steps of the ring on one page; by default the start, both halves' ends and one step within each.
-
-    Raises:
-        ValueError: a step that the ring does not have.
-    """
-    chosen = list(steps) if steps is not None else sorted({0, 1, ranks - 1, ranks, 2 * (ranks - 1)})
+def ring_steps(ranks: int) -> Picture:
+    """The ring on one page: its start, both halves' ends and one step within each."""
+    chosen = sorted({0, 1, ranks - 1, ranks, 2 * (ranks - 1)})
     rows = -(-len(chosen) // 3)
     figure, axes = new_figure(9, 0.4 + 2.0 * rows, rows=rows, columns=3, grid="")
     summary = []

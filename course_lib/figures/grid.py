@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from course_lib.choices import AXES, AXIS_NAMES
@@ -15,7 +14,6 @@ from course_lib.figures.style import (
     in_turn,
     new_figure,
     picture,
-    require,
 )
 from course_lib.parallel.grid import Grid
 
@@ -103,18 +101,14 @@ def _join(area: Axes, a: tuple[float, float], b: tuple[float, float], *, outside
     area.annotate("", end, start, zorder=6, arrowprops=look)
 
 
-def ring_steps(ranks: int = 4, *, layouts: Sequence[str] = ("contiguous", "zigzag")) -> Picture:
+def ring_steps(ranks: int) -> Picture:
     """Whose keys and values are with which rank at each step of ring attention, and what is computed with them.
 
     A square is a rank's queries (from top to bottom) against the keys that are there (from left to right). White is the
     future, which no query may see; beside each row stands its work, in squares.
 
-    Raises:
-        ValueError: fewer than 2 ranks or more than 8, no layout, or an unknown one.
     """
-    if not 2 <= ranks <= 8:
-        raise ValueError(f"ranks={ranks}: choose from 2 to 8, so that the steps fit on the page.")
-    require(layouts, "layout")
+    layouts = ("contiguous", "zigzag")
     width = min(8.2, 2.2 + 1.0 * ranks * len(layouts))
     figure, axes = new_figure(width, 0.85 + 0.62 * ranks, columns=len(layouts), grid="")
     summary = []

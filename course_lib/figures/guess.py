@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 WORTH_DRAWING = 0.05
 """Numbers that lie closer together than this share of the largest need no picture, unless one of them is a guess."""
+WORTH_A_ROW = 0.005
+"""A part that is smaller than this share of the scale would not be seen on it."""
 WIDEST = 8.0
 """Numbers further apart than this factor are drawn on a logarithmic scale."""
 
@@ -24,7 +26,7 @@ def dot_plot(result: Measurement, *, alt: str) -> Picture | None:
     """
     from matplotlib.ticker import LogLocator
 
-    points = {"your guess": result.guess, "formula": result.formula, "measured": result.measured}
+    points = {"your guess": result.guess, "formula": result.formula, result.kind: result.measured}
     points = {name: value for name, value in points.items() if value is not None}
     bars, end = [], result.formula or 0.0
     for name, size in {**result.parts, "unexplained": result.unexplained}.items():
@@ -35,10 +37,11 @@ def dot_plot(result: Measurement, *, alt: str) -> Picture | None:
     low, high = min(values), max(values)
     if result.guess is None and high - low <= WORTH_DRAWING * abs(high):
         return None
-    rows = [name for name in ("your guess", "formula") if name in points] + [name for name, *_ in bars] + ["measured"]
+    bars = [bar for bar in bars if abs(bar[2]) > WORTH_A_ROW * (high - low)]
+    rows = [name for name in ("your guess", "formula") if name in points] + [name for name, *_ in bars] + [result.kind]
     figure, (axis,) = new_figure(6.4, 0.55 + 0.24 * len(rows), grid="x")
     heights = {name: len(rows) - 1 - row for row, name in enumerate(rows)}
-    looks = {"your guess": ("D", COLOURS[3]), "formula": ("o", "none"), "measured": ("o", COLOURS[0])}
+    looks = {"your guess": ("D", COLOURS[3]), "formula": ("o", "none"), result.kind: ("o", COLOURS[0])}
     for name, value in points.items():
         marker, colour = looks[name]
         axis.plot(

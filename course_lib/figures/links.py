@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from course_lib.figures.style import Picture
 
 
-def bandwidth_curve(curve: Curve, fit: Fit, *, title: str = "", held_out: Sequence[int] = ()) -> Picture:
+def bandwidth_curve(curve: Curve, fit: Fit, *, held_out: Sequence[int] = ()) -> Picture:
     """Left: seconds by payload, with the range over the repeats. Right: bus bandwidth. Both with the fitted curve.
 
     The region where latency is more than half of the time is hatched.
@@ -23,7 +23,6 @@ def bandwidth_curve(curve: Curve, fit: Fit, *, title: str = "", held_out: Sequen
     Args:
         curve: of ``bench_collective``.
         fit: of the curve, or of a part of it.
-        title: empty for the collective and its ranks.
         held_out: payloads in bytes that the fit did not see; hollow markers.
 
     Raises:
@@ -32,7 +31,7 @@ def bandwidth_curve(curve: Curve, fit: Fit, *, title: str = "", held_out: Sequen
     points: list[Any] = list(curve)
     if len(points) < 2:
         raise ValueError("A curve needs at least two sizes to be drawn: give bench_collective more.")
-    title = title or f"{curve.kind}, {curve.ranks} ranks, {curve.stamp.get('backend', '')}".rstrip(", ")
+    title = f"{curve.kind}, {curve.ranks} ranks, {curve.stamp.get('backend', '')}".rstrip(", ")
     low, high = points[0].bytes / 1.6, points[-1].bytes * 1.6
     steps = [low * (high / low) ** (i / 99) for i in range(100)]
     figure, (left, right) = new_figure(8.2, 3.5, columns=2)

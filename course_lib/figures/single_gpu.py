@@ -142,9 +142,7 @@ def blockwise_state(values: Any, restored: Mapping[str, Any], *, block: int, tit
     return picture(figure, f"{title}, by place, and restored from 8 bits: {'; '.join(lost)}.")
 
 
-def four_bit_levels(
-    normalised: Any, levels: Mapping[str, Any], *, title: str = "Sixteen levels for a weight"
-) -> Picture:
+def four_bit_levels(normalised: Any, levels: Mapping[str, Any]) -> Picture:
     """The histogram of weights divided by their block's largest, and the levels that each 4-bit form offers them.
 
     Args:
@@ -153,6 +151,7 @@ def four_bit_levels(
     """
     import numpy as np
 
+    title = "Sixteen levels for a weight"
     figure, (axis,) = new_figure()
     axis.hist(np.asarray(normalised).ravel(), 120, range=(-1, 1), density=True, color=COLOURS[4], label="weights")
     top = axis.get_ylim()[1]

@@ -15,16 +15,9 @@ if TYPE_CHECKING:
 SENT = COLOURS[3]  # where ranks talk to each other
 
 
-def column_then_row(*, ranks: int = 2) -> Picture:
-    """An MLP's two matrices, the first cut by columns and the second by rows: a line per rank, with what is sent, and where.
-
-    Args:
-        ranks: lines, 2 to 4.
-
-    Raises:
-        ValueError: fewer than 2 ranks or more than 4.
-    """
-    _between("ranks", ranks, 2, 4)
+def column_then_row() -> Picture:
+    """An MLP's two matrices, the first cut by columns and the second by rows: a line per rank, with what is sent, and where."""
+    ranks = 2
     title = "One MLP, cut over ranks"
     figure, axis = diagram(8.6, 1.5 + 1.15 * ranks, title)
     cut = 1 / ranks
@@ -107,18 +100,9 @@ def heads_over_ranks(*, heads: int = 8, kv_heads: int = 4, ranks: int = 2) -> Pi
     )
 
 
-def vocabulary_loss(*, tokens: int = 8192, vocab: int = 128_256, ranks: int = 4) -> Picture:
-    """Logits cut by vocabulary: what stays on a rank, and the three numbers per token that are all-reduced.
-
-    Args:
-        tokens, vocab: of the logits, for their bytes in fp32.
-
-    Raises:
-        ValueError: fewer than 2 ranks or more than 8, or sizes below 1.
-    """
-    _between("ranks", ranks, 2, 8)
-    _between("tokens", tokens, 1, 10**9)
-    _between("vocab", vocab, 1, 10**9)
+def vocabulary_loss() -> Picture:
+    """Llama 3's logits in fp32 cut by vocabulary: what stays on a rank, and the three numbers per token that are all-reduced."""
+    tokens, vocab, ranks = 8192, 128_256, 4
     title = "The loss without gathering logits"
     figure, axis = diagram(8.2, 3.1, title)
     width, owner, small = 5.6 / ranks, ranks - 2, {"ha": "center", "fontsize": 8.5}
@@ -147,16 +131,9 @@ def vocabulary_loss(*, tokens: int = 8192, vocab: int = 128_256, ranks: int = 4)
     )
 
 
-def inside_or_between(*, layers: int = 4, ranks: int = 2) -> Picture:
-    """Two ways to cut the same stack of layers: inside each matrix (tensor), and between layers (pipeline).
-
-    Raises:
-        ValueError: fewer than 2 ranks or more than 4, or layers that do not divide over them or are more than 8.
-    """
-    _between("ranks", ranks, 2, 4)
-    _between("layers", layers, ranks, 8)
-    if layers % ranks:
-        raise ValueError(f"layers={layers} do not divide over ranks={ranks}: take a multiple.")
+def inside_or_between() -> Picture:
+    """Two ways to cut the same stack of layers: inside each matrix (tensor), and between layers (pipeline)."""
+    layers, ranks = 4, 2
     title = "Cut inside each layer, or between layers?"
     figure, axis = diagram(8.2, 1.5 + 0.62 * layers, title)
     sends = {"ha": "left", "va": "center", "fontsize": 8.5, "color": SENT, "weight": "bold"}

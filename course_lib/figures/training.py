@@ -78,30 +78,22 @@ def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str) -> Picture:
     )
 
 
-def throughput(
-    ranks: Sequence[int], measured: Sequence[float], *, title: str, notes: Mapping[str, Sequence[float]] | None = None
-) -> Picture:
+def throughput(ranks: Sequence[int], measured: Sequence[float], *, title: str) -> Picture:
     """Tokens per second against ranks, beside the straight line that one rank promises.
 
     Args:
         ranks: number of ranks.
         measured: tokens per second of all ranks together.
-        notes: further lines (a model's prediction, say), name to values.
 
     Raises:
-        ValueError: no ranks, or another number of values than of ranks.
+        ValueError: no ranks.
     """
-    lines = {"measured": measured, **(notes or {})}
     if not len(ranks) or min(ranks) < 1:
         raise ValueError(f"ranks={list(ranks)}: give the numbers of ranks that were measured, each 1 or more.")
-    for name, values in lines.items():
-        if len(values) != len(ranks):
-            raise ValueError(f"{name!r} has {len(values)} values for {len(ranks)} numbers of ranks: give one for each.")
     figure, (axis,) = new_figure()
     ideal = [measured[0] / ranks[0] * n for n in ranks]
     axis.plot(ranks, ideal, color="#777777", linestyle=":", label="ranks x one rank")
-    for i, (name, values) in enumerate(lines.items()):
-        axis.plot(ranks, values, label=name, **line_style(i))
+    axis.plot(ranks, measured, label="measured", **line_style(0))
     axis.set(xlabel="ranks", ylabel="tokens per second", title=title, ylim=(0, None))
     axis.set_xticks(list(ranks))
     axis.legend(frameon=False)
@@ -109,7 +101,7 @@ def throughput(
     return picture(figure, f"{title}: tokens per second by ranks, measured {pairs}; the straight line is dotted.")
 
 
-def bars(values: Mapping[str, float], *, ylabel: str, title: str, height: float = 3.0) -> Picture:
+def bars(values: Mapping[str, float], *, ylabel: str, title: str) -> Picture:
     """One labelled bar per name, with its figure on top.
 
     Raises:
@@ -117,7 +109,7 @@ def bars(values: Mapping[str, float], *, ylabel: str, title: str, height: float 
     """
     if not values:
         raise ValueError("There is no bar to draw: give at least one name and value.")
-    figure, (axis,) = new_figure(height=height)
+    figure, (axis,) = new_figure(height=3.0)
     drawn = axis.bar(list(values), list(values.values()), color=[COLOURS[i % 7] for i in range(len(values))], width=0.6)
     for i, bar in enumerate(drawn):
         bar.set_hatch(in_turn(HATCHES, i))

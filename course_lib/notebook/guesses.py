@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from course_lib.notebook import progress
 from course_lib.notebook.page import Page
@@ -71,8 +71,8 @@ def read_amount(text: str, unit: str) -> float:
             alike = ", ".join(name for name, (its_kind, _) in UNITS.items() if its_kind == kind and name)
             raise ValueError(f"{word.strip()[:20]!r} does not fit here: type a number{' of ' if alike else ''}{alike}")
         number *= UNITS[typed][1] / size
-    if not math.isfinite(number):
-        raise ValueError(f"{text.strip()[:30]!r} is no finite number: {example}")
+    if number and not 1e-30 < number < 1e30:
+        raise ValueError(f"{text.strip()[:30]!r} cannot be meant: {example}")
     return number
 
 
@@ -92,6 +92,7 @@ class Measurement:
     guess: float | None = None
     formula: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
+    kind: str = "measured"
 
     @property
     def unexplained(self) -> float:
@@ -103,7 +104,7 @@ class Measurement:
 
     def __str__(self) -> str:
         """One line, such as '5.2 MiB measured · 4.8 by formula · padding +0.4 · your guess 6 (15 % high)'."""
-        line = [f"{amount(self.measured, self.unit)} measured"]
+        line = [f"{amount(self.measured, self.unit)} {self.kind}"]
         if self.formula is not None:
             exact = not self.parts and not self.unexplained
             line.append("exactly what the formula gives" if exact else f"{amount(self.formula)} by formula")
@@ -129,7 +130,7 @@ class Measurement:
         picture = dot_plot(self, alt=line)
         shown = f"{picture.html if picture else ''}<div>{html.escape(line)}</div>"
         if folded:
-            shown = f"<details><summary>Guess first, then open this: what was measured</summary>{shown}</details>"
+            shown = f"<details><summary>Guess first, then open this: what was {self.kind}</summary>{shown}</details>"
         return Page(f"<div><div><b>{html.escape(self.question)}</b></div>{shown}</div>", f"{self.question}\n{line}")
 
 
@@ -228,22 +229,26 @@ class Guess:
             self._reveal()
 
 
-def ask(question: str, unit: str = "", *, lesson: str | None = None) -> Guess:
+def ask(question: str, unit: str = "") -> Guess:
     """Show a number box for the reader's guess, and go on at once.
 
     Args:
-        question: what is asked; with the lesson it names the guess in the progress file.
+        question: what is asked; with the notebook's file name it names the guess in the progress file.
         unit: of the answer, one of UNITS; "" for a plain count. The box takes other units of its kind, too.
-        lesson: None takes the notebook's file name.
     """
     pick("unit", unit, UNITS)
-    guess = Guess(question, unit, lesson or Path(_notebook()).stem or "scratch")
+    guess = Guess(question, unit, Path(_notebook()).stem or "scratch")
     guess._show()
     return guess
 
 
 def measured(
-    guess: Guess, value: float, *, formula: float | None = None, parts: Mapping[str, float] | None = None
+    guess: Guess,
+    value: float,
+    *,
+    formula: float | None = None,
+    parts: Mapping[str, float] | None = None,
+    kind: Literal["measured", "computed", "simulated", "published"] = "measured",
 ) -> None:
     """Show the guess, the formula's value and the measurement side by side, once there is a guess or a "skip".
 
@@ -253,6 +258,7 @@ def measured(
         formula: what the arithmetic gives, as `value`.
         parts: what leads from the formula (without one: from 0) to the measurement, name -> as `value`. What is then
             left is shown as unexplained.
+        kind: how the value was found.
     """
     from IPython.display import display
 
@@ -263,6 +269,7 @@ def measured(
         float(value) / size,
         formula=None if formula is None else float(formula) / size,
         parts={name: float(part) / size for name, part in (parts or {}).items()},
+        kind=kind,
     )
     if guess._box is None:
         display(result.page(folded=True, asked=False))

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable
-from pathlib import Path
 
 from course_lib.notebook import contents, progress
-from course_lib.notebook.contents import ROOT
 from course_lib.notebook.progress import GuessRecord
 
 FEWEST_TO_COMPARE = 6
 """With fewer guesses than this nobody is told whether they got better."""
 
 
-def rows(done: progress.Progress | None = None, root: Path = ROOT) -> list[dict[str, str]]:
+def rows(done: progress.Progress | None = None) -> list[dict[str, str]]:
     """One row a lesson, for a table; `done` None reads this learner's own progress. Raises ValueError without labs."""
     done = progress.load() if done is None else done
     return [
@@ -24,14 +22,14 @@ def rows(done: progress.Progress | None = None, root: Path = ROOT) -> list[dict[
             "exercises passed": f"{sum(_passed(done, lab, one) for one in exercises)} of {len(exercises)}",
             "guesses": within(done.guesses.get(lab, {}).values()),
         }
-        for lab, exercises in contents.labs(root).items()
+        for lab, exercises in contents.labs().items()
     ]
 
 
-def next_step(done: progress.Progress | None = None, root: Path = ROOT) -> str:
+def next_step(done: progress.Progress | None = None) -> str:
     """One sentence: the first exercise that is not passed, in the order of the lessons."""
     done = progress.load() if done is None else done
-    for lab, exercises in contents.labs(root).items():
+    for lab, exercises in contents.labs().items():
         for exercise in exercises:
             if not _passed(done, lab, exercise):
                 if not done.labs.get(lab) and not done.guesses.get(lab):

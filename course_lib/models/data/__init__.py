@@ -93,36 +93,6 @@ def sample_batch(
     return torch.stack([tokens[start : start + seq_len] for start in starts[mine].tolist()])
 
 
-class TextWindows(torch.utils.data.Dataset):
-    """A map-style dataset of windows of `seq_len` tokens: item i is int64 (seq_len,), starting at token i * stride.
-
-    `tokens` (n,) defaults to the bytes of `english()`, `stride` to `seq_len` (no overlap), `limit` to all windows.
-    Raises ValueError where there is not even one window.
-    """
-
-    def __init__(
-        self, seq_len: int, *, tokens: torch.Tensor | None = None, stride: int | None = None, limit: int | None = None
-    ) -> None:
-        self.tokens = _english_tokens() if tokens is None else tokens
-        self.seq_len = seq_len
-        self.stride = seq_len if stride is None else stride
-        _check_lengths(self.tokens, seq_len)
-        if self.stride < 1 or (limit is not None and limit < 1):
-            raise ValueError(f"stride={stride} and limit={limit}: give whole numbers of at least 1.")
-        windows = (len(self.tokens) - seq_len) // self.stride + 1
-        self.windows = windows if limit is None else min(windows, limit)
-
-    def __len__(self) -> int:
-        return self.windows
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        position = index + self.windows if index < 0 else index
-        if not 0 <= position < self.windows:
-            raise IndexError(f"window {index} of {self.windows}")
-        start = position * self.stride
-        return self.tokens[start : start + self.seq_len].clone()
-
-
 class GlobalBatches(torch.utils.data.Dataset):
     """The rows of `steps` global batches, one after another: item step * global_batch + row is int64 (seq_len,).
 

@@ -21,7 +21,6 @@ def one_f_one_b(
     *,
     hidden: int,
     record: Callable[[str, int], AbstractContextManager],
-    group: dist.ProcessGroup | None = None,
 ) -> list[torch.Tensor]:
     """Add the gradients of the mean loss over the micro-batches to this rank's stage.
 
@@ -31,15 +30,12 @@ def one_f_one_b(
         loss_fn: of logits and tokens.
         hidden: width of what travels between stages: (micro_batch, seq_len, hidden), fp32.
         record: opened around each forward, ("F", i), and backward, ("B", i).
-        group: the ranks of the pipeline, in order; all by default.
 
     Returns:
         The micro-batches' losses on the last rank, nothing elsewhere.
     """
-    rank, stages = dist.get_rank(group), dist.get_world_size(group)
-    before, after = (
-        dist.get_global_rank(group or dist.group.WORLD, n) if 0 <= n < stages else None for n in (rank - 1, rank + 1)
-    )
+    rank, stages = dist.get_rank(), dist.get_world_size()
+    before, after = (n if 0 <= n < stages else None for n in (rank - 1, rank + 1))
     held: deque[tuple[torch.Tensor, torch.Tensor]] = deque()  # input and output, oldest first, until their backward
     losses: list[torch.Tensor] = []
     count, done = len(micro_batches), {"F": 0, "B": 0}
@@ -49,8 +45,8 @@ def one_f_one_b(
         if neighbour is None or not (receive or send is not None):
             return None
         got = micro_batches[0].new_empty((*micro_batches[0].shape, hidden), dtype=torch.float32) if receive else None
-        calls = [dist.P2POp(dist.isend, send, neighbour, group)] if send is not None else []
-        calls += [dist.P2POp(dist.irecv, got, neighbour, group)] if receive else []
+        calls = [dist.P2POp(dist.isend, send, neighbour)] if send is not None else []
+        calls += [dist.P2POp(dist.irecv, got, neighbour)] if receive else []
         for work in dist.batch_isend_irecv(calls):
             work.wait()
         return got

@@ -14,8 +14,6 @@ from course_lib.training.data_parallel.gradients import all_reduce_gradients
 from course_lib.training.tensor.communication import (
     copy_to_ranks,
     gather_sequence,
-    join_parts,
-    take_part,
 )
 from course_lib.training.tensor.divisibility import check_split
 from course_lib.training.tensor.layers import (
@@ -81,31 +79,18 @@ class TensorParallelLlama(nn.Module):
         group: the n tensor-parallel ranks; all of them get the same batch.
         sequence_parallel: between attention and MLP a rank holds s / n tokens of the hidden states; call
             `sum_partial_gradients` after the backward pass.
-        vocab_parallel: False keeps embedding and output layer whole on every rank.
 
     Raises:
         ValueError: heads, kv heads, MLP or vocabulary that do not divide over the ranks.
     """
 
-    def __init__(
-        self,
-        whole: Any,
-        group: dist.ProcessGroup,
-        *,
-        sequence_parallel: bool = False,
-        vocab_parallel: bool = True,
-    ) -> None:
+    def __init__(self, whole: Any, group: dist.ProcessGroup, *, sequence_parallel: bool = False) -> None:
         super().__init__()
         check_split(whole.config, group.size())
         self.config, self.group = whole.config, group
-        self.sequence_parallel, self.vocab_parallel = sequence_parallel, vocab_parallel
-        if vocab_parallel:
-            self.embedding = VocabParallelEmbedding(
-                whole.model.embed_tokens, group, sequence_parallel=sequence_parallel
-            )
-            self.head = ColumnParallelLinear(whole.lm_head, group, sequence_parallel=sequence_parallel)
-        else:
-            self.embedding, self.head = whole.model.embed_tokens, whole.lm_head
+        self.sequence_parallel = sequence_parallel
+        self.embedding = VocabParallelEmbedding(whole.model.embed_tokens, group, sequence_parallel=sequence_parallel)
+        self.head = ColumnParallelLinear(whole.lm_head, group, sequence_parallel=sequence_parallel)
         if whole.config.tie_word_embeddings:
             self.head.weight = self.embedding.weight
         self.blocks = nn.ModuleList(Block(layer, group, sequence_parallel) for layer in whole.model.layers)
@@ -124,16 +109,11 @@ class TensorParallelLlama(nn.Module):
         x = self.embedding(input_ids)
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # of the whole sequence
         rotary = self.rotary(x, position_ids=positions)
-        if self.sequence_parallel and not self.vocab_parallel:
-            x = take_part(x, self.group)
         for block in self.blocks:
             x = block(x, rotary)
         x = self.norm(x)
         targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]  # the last position has nothing to predict
-        if self.vocab_parallel:
-            return vocab_parallel_cross_entropy(self.head(x), targets, self.group)
-        x = join_parts(x, self.group) if self.sequence_parallel else x
-        return F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+        return vocab_parallel_cross_entropy(self.head(x), targets, self.group)
 
     def sum_partial_gradients(self) -> None:
         """After the backward pass: sum what norms and biases saw of their parts of the sequence, in one all-reduce.
