@@ -47,7 +47,7 @@ EXCEPTIONS: dict[str, str] = {
     "02_single_gpu": "words cells lines longest_cell figures seconds longest_wait opening closing typed taught",
     "03_collectives": "longest_cell figures opening closing devices",
     "04_ddp_accelerate": "words cells lines longest_cell figures opening closing typed devices taught transfer",
-    "05_deepspeed_zero": "words cells lines longest_cell figures seconds longest_wait opening closing typed devices taught",
+    "05_deepspeed_zero": "words cells lines longest_cell figures longest_wait opening closing typed devices taught",
     "06_fsdp": "words cells lines longest_cell figures seconds longest_wait opening closing typed devices taught",
     "07_axolotl": "words cells lines opening closing typed devices",
     "08_3d_parallelism": "words cells lines longest_cell figures seconds longest_wait opening closing typed taught",
