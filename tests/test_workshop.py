@@ -123,6 +123,7 @@ def course(tmp_path, monkeypatch) -> Path:
     progress._store.cache_clear()
     for lab in ("03_c", "04_d"):
         progress.record_exercise(lab, "one", passed=True, seconds=1)
+        progress.record_guess(lab, "how much?", progress.GuessRecord("s", 3.0))
     return tmp_path
 
 
@@ -150,7 +151,7 @@ def test_progress_is_forgotten_only_when_asked_and_kept_aside(course):
     before = path.read_bytes()
     assert reset.main(["--lab", "3", "--root", str(course)]) == 0 and path.read_bytes() == before
     assert reset.main(["--lab", "3", "--progress", "--root", str(course)]) == 0
-    assert list(progress.load().labs) == ["04_d"]
+    assert list(progress.load().labs) == list(progress.load().guesses) == ["04_d"]
     [aside] = path.parent.glob("progress.kept-*.json")
     assert aside.read_bytes() == before
 

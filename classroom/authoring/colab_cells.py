@@ -37,7 +37,7 @@ if "COLAB_RELEASE_TAG" in os.environ:  # in Google Colab: fetch the course, inst
     os.chdir(".." if os.path.isdir("../course_lib") else "{name}")
     from course_lib.colab import prepare
 
-    prepare("{folder}")"""
+    prepare("{path}")"""
 
 
 def repository(root: Path = ROOT) -> str:
@@ -67,7 +67,7 @@ def badge(address: str, path: str) -> str:
 
 def first_cell(address: str, path: str) -> str:
     """The source of the cell that makes a Colab runtime ready for the notebook at `path`."""
-    return _CELL.format(course=address, name=address.rsplit("/", 1)[1], folder=path.split("/")[0])
+    return _CELL.format(course=address, name=address.rsplit("/", 1)[1], path=path)
 
 
 def place(notebook: Any, path: str, address: str | None = None) -> None:

@@ -87,13 +87,16 @@ def reset_progress(names: Sequence[str] | None = None) -> Path | None:
     copy = path.with_name(f"progress.kept-{datetime.now().strftime('%Y%m%dT%H%M%S.%f')}.json")
 
     def forget(now: Progress) -> None:
-        gone = [lab for lab in now.labs if names is None or lab in names]
-        if gone or (names is None and now.guesses):
+        gone = [
+            (records, name)
+            for records in (now.labs, now.guesses)
+            for name in records
+            if names is None or name[:2] in {lab[:2] for lab in names}
+        ]
+        if gone:
             write_atomically(copy, now.to_json(), durable=True, mode=0o600)
-        for lab in gone:
-            del now.labs[lab]
-        if names is None:
-            now.guesses.clear()
+        for records, name in gone:
+            del records[name]
 
     if not path.exists():
         return None

@@ -16,6 +16,7 @@ import math
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,48 +38,74 @@ UNITS: dict[str, tuple[str, float]] = {
     "": ("a count", 1),
 }
 """Unit -> (what it measures, its size). Numbers become one another only within what a unit measures."""
-_OTHER_WORDS = {"b": "bytes", "byte": "bytes", "µs": "us", "sec": "s", "second": "s", "seconds": "s", "minutes": "min", "hours": "h", "percent": "%", "token": "tokens", "x": "times"}  # fmt: skip
+_WORDS = {
+    **{unit.lower(): unit for unit in UNITS if unit},
+    **dict.fromkeys(("b", "byte"), "bytes"),
+    **dict.fromkeys(("μs", "microseconds"), "us"),  # NFKC makes one of the two signs for micro
+    **dict.fromkeys(("msec", "milliseconds"), "ms"),
+    **dict.fromkeys(("sec", "second", "seconds"), "s"),
+    **dict.fromkeys(("minute", "minutes"), "min"),
+    **dict.fromkeys(("hour", "hours"), "h"),
+    **{"percent": "%", "token": "tokens", "x": "times", "×": "times"},
+}
 _LARGE = {"k": 1e3, "thousand": 1e3, "m": 1e6, "million": 1e6, "b": 1e9, "billion": 1e9}
-_NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d*)?(?:[eE][+-]?\d+)?"
-_TYPED = re.compile(rf"[~≈]?\s*(-?{_NUMBER})(?:\s*([*×/])\s*({_NUMBER}))?\s*([^\d*×/]*)")
+_NUMBER = r"(?:\d{1,3}(?:[, ]\d{3})+|\d+|(?=\.\d))(?:\.\d*)?(?:[eE][+-]?\d+)?"
+_TYPED = re.compile(rf"[~≈]?\s*([+-]?{_NUMBER}(?:\s*(?:\*\*|[*×/^])\s*{_NUMBER})*)\s*([^\d*/^]*)")
 
 
 def read_amount(text: str, unit: str) -> float:
-    """The number in `text`, in `unit`: "2.4 GiB", "2400 MiB", "1,607,936", "4 * 135e6", "3/4", and "2.4" alone.
+    """The number in `text`, in `unit`: "2.4 GiB", "2400 MiB", "1,607,936", "4 * 135e6", "2**20", "3/4", and "2.4" alone.
 
     Raises ValueError with one sentence for a reader who typed something else.
     """
     kind, size = UNITS[unit]
-    example = f"type a number, such as {amount(2.5, unit)}"
-    found = _TYPED.fullmatch(text.strip())
-    if not found and re.fullmatch(r"\s*\d+,\d+\D*", text):
+    text = unicodedata.normalize("NFKC", text).replace("−", "-").strip().rstrip(".")
+    shown, example = f"“{text[:30]}”", f"type a number, such as {amount(2.5, unit)}"
+    found = _TYPED.fullmatch(text)
+    if not found and re.fullmatch(r"\d+,\d+\D*", text):
         raise ValueError("decimals follow a point (2.5); a comma separates thousands (1,607,936)")
     if not found:
-        raise ValueError(f"{text.strip()[:30]!r} is no number: {example}")
-    first, sign, second, word = found.groups(default="")
-    number, other = (float(digits.replace(",", "") or 1) for digits in (first, second))
-    if sign:
-        number = number * other if sign != "/" else number / other if other else math.inf
+        raise ValueError(f"{shown} is not a number: {example}")
+    try:
+        number = _product(re.sub(r"[, ]", "", found[1]))
+    except (OverflowError, ZeroDivisionError):
+        number = math.inf
     if number < 0:
-        raise ValueError(f"{text.strip()[:30]!r} is less than nothing: {example}")
+        raise ValueError(f"a guess cannot be negative: {example}")
+    word = found[2].strip()
     if kind in ("a count", "tokens") and word.split(" ")[0].lower() in _LARGE:
         large, _, word = word.partition(" ")
         number *= _LARGE[large.lower()]
-    if word.strip():
-        known = {name.lower(): name for name in UNITS} | _OTHER_WORDS
-        typed = word.strip() if word.strip() in UNITS else known.get(word.strip().lower(), "?")
-        if UNITS.get(typed, ("", 1))[0] != kind:
+    if word:
+        meant = word if word in UNITS else "" if re.fullmatch("[KMGT]i?b", word) else _WORDS.get(word.lower(), "")
+        if not meant or UNITS[meant][0] != kind:
             alike = ", ".join(name for name, (its_kind, _) in UNITS.items() if its_kind == kind and name)
-            raise ValueError(f"{word.strip()[:20]!r} does not fit here: type a number{' of ' if alike else ''}{alike}")
-        number *= UNITS[typed][1] / size
+            raise ValueError(
+                f"“{word[:20]}” is not a unit here: {f'use {alike}' if alike else 'type the number alone'}"
+            )
+        number *= UNITS[meant][1] / size
     if number and not 1e-30 < number < 1e30:
-        raise ValueError(f"{text.strip()[:30]!r} cannot be meant: {example}")
+        raise ValueError(f"{shown} is out of range: {example}")
     return number
+
+
+def _product(text: str) -> float:
+    """Numbers joined by * × / and powers; a power binds more tightly."""
+    first, *rest = re.split(r"(?<!\*)([*×/])(?!\*)", re.sub(r"\*\*", "^", text))
+    number = _power(first)
+    for sign, factor in zip(rest[::2], rest[1::2], strict=True):
+        number = number / _power(factor) if sign == "/" else number * _power(factor)
+    return number
+
+
+def _power(text: str) -> float:
+    base, *exponents = map(float, text.split("^"))
+    return base ** math.prod(exponents)
 
 
 def amount(value: float, unit: str = "", *, sign: bool = False) -> str:
     """A number with its unit: '1.9 GiB', '13,912,064 bytes', '+7.9 %'. Whole numbers in full, others in 4 digits."""
-    whole = float(value).is_integer() or abs(value) >= 1e4
+    whole = float(value).is_integer() or abs(value) >= 9999.5
     return f"{value:{'+' if sign and value else ''}{',.0f' if whole and abs(value) < 1e15 else ',.4g'}} {unit}".rstrip()
 
 
@@ -109,7 +136,7 @@ class Measurement:
             exact = not self.parts and not self.unexplained
             line.append("exactly what the formula gives" if exact else f"{amount(self.formula)} by formula")
         line += [f"{name} {self._small(size)}" for name, size in self.parts.items()]
-        if self.unexplained:
+        if abs(self.unexplained) > 1e-6 * abs(self.measured):
             line.append(f"unexplained {self._small(self.unexplained)}")
         if self.guess is not None:
             line.append(f"your guess {amount(self.guess)} ({_distance(self.guess, self.measured)})")
@@ -122,16 +149,18 @@ class Measurement:
             return f"{'+' if size > 0 else ''}{nice_bytes(size * scale)}"
         return amount(size, sign=True)
 
-    def page(self, *, folded: bool, asked: bool) -> Page:
-        """The line with its picture; `folded` behind a line to click, where nothing can wait for a guess."""
+    def page(self, *, folded: bool, asked: bool, then: Any = None) -> Page:
+        """The line with its picture, and `then` below; `folded` behind a line to click, where nothing can wait."""
         from course_lib.figures.guess import dot_plot
 
         line = f"{self} · no guess" if asked and self.guess is None else str(self)
         picture = dot_plot(self, alt=line)
-        shown = f"{picture.html if picture else ''}<div>{html.escape(line)}</div>"
+        below = "" if then is None else then._repr_mimebundle_()["text/html"]
+        shown = f"{picture.html if picture else ''}<div>{html.escape(line)}</div>{below}"
         if folded:
             shown = f"<details><summary>Guess first, then open this: what was {self.kind}</summary>{shown}</details>"
-        return Page(f"<div><div><b>{html.escape(self.question)}</b></div>{shown}</div>", f"{self.question}\n{line}")
+        text = "\n".join([self.question, line, *([] if then is None else [repr(then)])])
+        return Page(f"<div><div><b>{html.escape(self.question)}</b></div>{shown}</div>", text)
 
 
 def _distance(guess: float, actual: float) -> str:
@@ -152,15 +181,29 @@ def _distance(guess: float, actual: float) -> str:
 class Guess:
     """One question and its box. `value` is the guess in `unit`, None as long as nothing readable was typed."""
 
-    def __init__(self, question: str, unit: str, lesson: str) -> None:
-        self.question, self.unit, self.lesson = question, unit, lesson
-        kept = progress.load().guesses.get(lesson, {}).get(question)
-        self._record = (
-            kept if kept is not None and kept.unit == unit else None
-        )  # the lesson may ask in another unit now
-        self._box: Any = None
+    def __init__(self, question: str, unit: str) -> None:
+        self.question, self.unit, self.lesson = question, unit, lesson_here()
+        self._record: progress.GuessRecord | None = None
+        self._box: Any = None  # where somebody can type
         self._remark: Any = None
-        self._reveal: Callable[[], None] | None = None  # shows the measurement that waits for this guess
+        self._reveal: list[Callable[[], None]] = []  # each shows a measurement that waits for this guess
+        if somebody_looks_on():
+            self._make_box()
+
+    def _make_box(self) -> None:
+        import ipywidgets as w
+
+        kept = progress.load().guesses.get(self.lesson, {}).get(self.question)
+        if kept is not None and kept.unit == self.unit:  # else the lesson asks in another unit now
+            self._record = kept
+        label = f"{self.question} ({self.unit})" if self.unit else self.question
+        wide = {"style": {"description_width": "initial"}, "layout": w.Layout(width="auto", min_width="320px")}
+        self._box = w.Text(
+            value=self._typed, description=label, placeholder="your guess", continuous_update=False, **wide
+        )
+        self._box.observe(self._read, "value")
+        self._remark = w.HTML()
+        self._say("your guess from before" if self._typed else "")
 
     @property
     def value(self) -> float | None:
@@ -168,33 +211,17 @@ class Guess:
         return self._record.guess if self._record else None
 
     @property
-    def _label(self) -> str:
-        return f"{self.question} ({self.unit})" if self.unit else self.question
-
-    @property
     def _typed(self) -> str:
         return "" if self.value is None else amount(self.value)
 
     def __repr__(self) -> str:
-        return f"{self.question}: {self._typed or '____'} {self.unit}".rstrip()
+        return f"{self.question}: ____ {self.unit}".rstrip()
 
-    def _show(self) -> None:
+    def _row(self, *more: Any) -> Any:
+        """The box with what is said beside it; the same box may stand in several places."""
         import ipywidgets as w
-        from IPython.display import display
 
-        static = Page(f"<p>{html.escape(self.question)}: ____ {html.escape(self.unit)}</p>", repr(self))
-        if not somebody_looks_on():
-            display(static)
-            return
-        wide = {"style": {"description_width": "initial"}, "layout": w.Layout(width="auto", min_width="320px")}
-        self._box = w.Text(
-            self._typed, description=self._label, placeholder="your guess", continuous_update=False, **wide
-        )
-        self._box.observe(self._read, "value")
-        self._remark = w.HTML()
-        self._say("your guess from before" if self._typed else "")
-        row = w.HBox([self._box, self._remark], layout=w.Layout(flex_flow="row wrap", align_items="center"))
-        display(with_fallback([row], static._repr_html_()))
+        return w.HBox([self._box, *more, self._remark], layout=w.Layout(flex_flow="row wrap", align_items="center"))
 
     def _say(self, remark: str) -> None:
         self._remark.value = f"<span role='status'>{html.escape(remark)}</span>"
@@ -203,42 +230,53 @@ class Guess:
         """Take what was typed into the box; nothing that anybody types is an error."""
         text = change["new"].strip()
         if self._record and self._record.measured is not None:
-            self._say("" if text == self._typed else "The measurement has been shown: this does not count any more.")
+            late = "You have already seen the measurement, so this no longer counts."
+            self._say("" if text == self._typed else late)
         elif not text:
             self._keep(None)
             self._say("")
         else:
             try:
-                self._keep(progress.GuessRecord(self.unit, read_amount(text, self.unit)))
+                number = read_amount(text, self.unit)
             except ValueError as error:
                 self._say(f"⚠ {error}. {f'Your guess is still {self._typed}.' if self._typed else 'No guess yet.'}")
                 return
-            self._say(f"your guess: {amount(self.value, self.unit)}")
+            self._keep(progress.GuessRecord(self.unit, number))
+            self._say(f"your guess: {self._typed} {self.unit}".rstrip())
             self._unfold()
 
     def _skip(self, _: Any = None) -> None:
-        self._keep(progress.GuessRecord(self.unit, None))
-        self._unfold()
+        if self._record is None:  # the click may have finished what was typed into the box
+            self._keep(progress.GuessRecord(self.unit, None))
+            self._unfold()
 
     def _keep(self, record: progress.GuessRecord | None) -> None:
-        self._record = record
-        progress.record_guess(self.lesson, self.question, record)
+        self._record = progress.record_guess(self.lesson, self.question, record)
 
     def _unfold(self) -> None:
-        if self._reveal:
-            self._reveal()
+        for reveal in self._reveal:
+            reveal()
+        self._reveal.clear()
+
+
+_live: dict[tuple[str, str, str], Guess] = {}
+"""A question asked again is the same guess: a cell that has run before it knows the new box."""
 
 
 def ask(question: str, unit: str = "") -> Guess:
     """Show a number box for the reader's guess, and go on at once.
 
     Args:
-        question: what is asked; with the notebook's file name it names the guess in the progress file.
+        question: what is asked; with the notebook's name it names the guess in the progress file.
         unit: of the answer, one of UNITS; "" for a plain count. The box takes other units of its kind, too.
     """
+    from IPython.display import display
+
     pick("unit", unit, UNITS)
-    guess = Guess(question, unit, Path(_notebook()).stem or "scratch")
-    guess._show()
+    key = (lesson_here(), question, unit)
+    guess = _live[key] = _live.get(key) or Guess(question, unit)
+    page = Page(f"<p>{html.escape(question)}: ____ {html.escape(unit)}</p>", repr(guess))
+    display(with_fallback([guess._row()], page._repr_html_()) if guess._box is not None else page)
     return guess
 
 
@@ -248,7 +286,8 @@ def measured(
     *,
     formula: float | None = None,
     parts: Mapping[str, float] | None = None,
-    kind: Literal["measured", "computed", "simulated", "published"] = "measured",
+    kind: Literal["measured", "computed"] = "measured",
+    then: Any = None,
 ) -> None:
     """Show the guess, the formula's value and the measurement side by side, once there is a guess or a "skip".
 
@@ -259,6 +298,7 @@ def measured(
         parts: what leads from the formula (without one: from 0) to the measurement, name -> as `value`. What is then
             left is shown as unexplained.
         kind: how the value was found.
+        then: a table or a figure that would give the answer away: it waits with the measurement.
     """
     from IPython.display import display
 
@@ -271,36 +311,42 @@ def measured(
         parts={name: float(part) / size for name, part in (parts or {}).items()},
         kind=kind,
     )
+    static = result.page(folded=True, asked=False, then=then)
     if guess._box is None:
-        display(result.page(folded=True, asked=False))
+        display(static)
         return
     import ipywidgets as w
+
+    skip = w.Button(description="Show me without a guess", layout=w.Layout(width="auto"))
+    skip.on_click(guess._skip)
+    shown = with_fallback([guess._row(skip)], static._repr_html_())
 
     def reveal() -> None:
         if guess._record.measured is None:
             guess._keep(replace(guess._record, measured=result.measured))
-        shown.children = [w.HTML(replace(result, guess=guess.value).page(folded=False, asked=True)._repr_html_())]
+        answer = replace(result, guess=guess.value).page(folded=False, asked=True, then=then)
+        shown.children = [w.HTML(answer._repr_html_())]
 
-    skip = w.Button(description="Skip: show me", tooltip="Show the measurement without a guess")
-    skip.on_click(guess._skip)
-    shown = with_fallback(
-        [w.HBox([guess._box, skip], layout=w.Layout(flex_flow="row wrap"))],
-        result.page(folded=True, asked=False)._repr_html_(),
-    )
+    guess._reveal.append(reveal)
     if guess._record:
-        reveal()
-    else:
-        guess._reveal = reveal
+        guess._unfold()
     display(shown)
 
 
 def somebody_looks_on() -> bool:
     """True in a notebook that is open in front of a person, False under nbconvert, nbval and in plain Python."""
-    return bool(_notebook()) or "COLAB_RELEASE_TAG" in os.environ
+    return bool(_notebook())
+
+
+def lesson_here() -> str:
+    """The name of this notebook, '01_gpu_memory'; "scratch" where there is none."""
+    return Path(_notebook()).stem or "scratch"
 
 
 def _notebook() -> str:
-    """The file of the notebook that a person has open; VS Code and Jupyter's server each say it. Colab does not."""
+    """The file of the notebook that a person has open: Colab's first cell, VS Code and Jupyter's server each say it."""
+    from course_lib.colab import NOTEBOOK
+
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     in_vs_code = shell.user_ns.get("__vsc_ipynb_file__") if shell else None
-    return in_vs_code or os.environ.get("JPY_SESSION_NAME", "")
+    return in_vs_code or os.environ.get(NOTEBOOK) or os.environ.get("JPY_SESSION_NAME", "")

@@ -24,6 +24,9 @@ class Page:
     def _repr_html_(self) -> str:
         return self._html
 
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/html": self._html, "text/plain": self._text}
+
     def __repr__(self) -> str:
         return self._text
 

@@ -30,7 +30,7 @@ VERSION = 2
 MAX_BYTES = 4 * MIB
 """A progress file larger than this is not ours: it is not read, and we never write one."""
 LOCK_SECONDS = 5.0
-_EXACTLY = ConfigDict(extra="forbid", allow_inf_nan=False)  # a field that we do not know is damage
+_EXACTLY = ConfigDict(extra="forbid", allow_inf_nan=False)  # a field that no version had is damage
 
 
 @dataclass(config=_EXACTLY)
@@ -85,10 +85,10 @@ class Progress:
         except RecursionError as error:
             raise ValueError("not a progress file") from error
         version = raw.get("version") if isinstance(raw, dict) else None
-        if isinstance(version, int) and version > VERSION:
+        if type(version) is int and version > VERSION:
             raise OSError(f"it was written by a newer version of the course (format {version}, known: {VERSION})")
         if version == 1:
-            raw = {"labs": raw.get("labs")}
+            raw = {"labs": raw.get("labs", {})}
         elif version != VERSION:
             raise ValueError("not a progress file")
         return _FILE.validate_python(raw)
@@ -225,15 +225,22 @@ def record_exercise(lab: str, exercise: str, *, passed: bool, seconds: float, me
     _store(progress_path()).update(change)
 
 
-def record_guess(lesson: str, question: str, record: GuessRecord | None) -> None:
-    """Keep what was guessed; one with the same question is replaced, and None takes it away (an emptied box)."""
-    kept = replace(record, when=now()) if record else None
+def record_guess(lesson: str, question: str, record: GuessRecord | None) -> GuessRecord | None:
+    """Keep what was guessed, or forget it (None: an emptied box); returns what is kept now.
+
+    A guess whose measurement was seen stays as it is, in whichever notebook that was; one in another unit does not count.
+    """
+    wanted = replace(record, when=now()) if record else None
+    kept = wanted
 
     def change(progress: Progress) -> None:
+        nonlocal kept
         guesses = progress.guesses.setdefault(lesson, {})
+        old = guesses.get(question)
+        kept = old if old and old.measured is not None and wanted and old.unit == wanted.unit else wanted
+        guesses.pop(question, None)
         if kept:
             guesses[question] = replace(kept)
-        else:
-            guesses.pop(question, None)
 
     _store(progress_path()).update(change)
+    return kept

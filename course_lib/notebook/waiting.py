@@ -20,12 +20,12 @@ def takes(*, seconds: float) -> None:
     """Show how long this cell still takes, from now until it ends, however it ends.
 
     Args:
-        seconds: that the cell takes on two CPU cores.
+        seconds: how long the cell takes on two CPU cores.
 
     Without a person in front of the notebook (nbconvert, nbval, plain Python) there is no line.
     """
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if shell is None or not somebody_looks_on():
+    if shell is None or not somebody_looks_on() or threading.current_thread() is not threading.main_thread():
         return
     began, over = time.monotonic(), threading.Event()
 
@@ -36,7 +36,7 @@ def takes(*, seconds: float) -> None:
         elif gone < seconds:
             text = f"about {seconds - gone:.0f} s left"
         else:
-            text = f"{gone:.0f} s so far, {seconds:g} on two CPU cores"
+            text = f"{gone:.0f} s so far (about {seconds:g} s on two CPU cores)"
         return Page(f"<small role='status'>{text}</small>", text)
 
     from IPython.display import display
@@ -50,9 +50,9 @@ def takes(*, seconds: float) -> None:
     thread = threading.Thread(target=update, daemon=True, name="how long the cell still takes")
 
     def end(_: object) -> None:
+        shell.events.unregister("post_run_cell", end)
         over.set()
         thread.join()
-        shell.events.unregister("post_run_cell", end)
         shown.update(line())
 
     thread.start()

@@ -20,7 +20,7 @@ def rows(done: progress.Progress | None = None) -> list[dict[str, str]]:
         {
             "lesson": lab,
             "exercises passed": f"{sum(_passed(done, lab, one) for one in exercises)} of {len(exercises)}",
-            "guesses": within(done.guesses.get(lab, {}).values()),
+            "guesses": within(_guesses(done, lab)),
         }
         for lab, exercises in contents.labs().items()
     ]
@@ -32,7 +32,7 @@ def next_step(done: progress.Progress | None = None) -> str:
     for lab, exercises in contents.labs().items():
         for exercise in exercises:
             if not _passed(done, lab, exercise):
-                if not done.labs.get(lab) and not done.guesses.get(lab):
+                if not done.labs.get(lab) and not _guesses(done, lab):
                     return f"Next: lesson {int(lab[:2])}, lessons/{lab}.ipynb."
                 return f"Next: “{exercise.title}” in labs/{lab}.ipynb, about {exercise.minutes} minutes."
     return "Every exercise of the course is passed."
@@ -65,6 +65,12 @@ def _typical(records: list[GuessRecord]) -> str:
     middle = statistics.median_high(record.factor or 1.0 for record in records)
     step = 0.01 if middle < 1.1 else 0.1 if middle < 10 else 1
     return f"{math.ceil(middle / step - 1e-9) * step:,.4g}"
+
+
+def _guesses(done: progress.Progress, lab: str) -> list[GuessRecord]:
+    """Those of the lesson, and of what goes deeper into it."""
+    notebooks = [guesses for name, guesses in done.guesses.items() if name[:2] == lab[:2]]
+    return [guess for guesses in notebooks for guess in guesses.values()]
 
 
 def _passed(done: progress.Progress, lab: str, exercise: contents.LabExercise) -> bool:

@@ -47,7 +47,7 @@ def panel(controls: Mapping[str, Any], draw: Callable[..., str]) -> ipywidgets.V
 
 
 def with_fallback(children: Sequence[Any], page: str) -> ipywidgets.VBox:
-    """`children` one below the other; `page` is the HTML for viewers that cannot run widgets."""
+    """`children` one below the other; `page` is the HTML for viewers that cannot run widgets (by ipywidgets 8)."""
     import ipywidgets as w
 
     class Box(w.VBox):
