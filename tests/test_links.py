@@ -1,4 +1,4 @@
-"""The arithmetic of links: schedules played out message by message, clusters, published figures, fits."""
+"""The arithmetic of links: a ring played out message by message, clusters, published figures, fits."""
 
 from __future__ import annotations
 
@@ -7,60 +7,30 @@ import random
 import pytest
 from refusals import assert_refused
 
-from course_lib.collectives.links import LINKS, Cluster, Link, bus_bandwidth, fit, path, seconds
+from course_lib.collectives.links import LINKS, Cluster, Link, bus_bandwidth, fit, ring_seconds
 
 PLAIN = Link("plain", 1e-3, 1e6)
 
 
-# A schedule is a list of rounds, a round a list of (sender, receiver, chunks of n); state[rank][chunk] is the set of
-# ranks whose numbers are in it.
-def ring(n):
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 12])
+def test_a_ring_that_adds_and_copies_costs_what_the_formula_says(n):
+    """Played out message by message: state[rank][chunk] is the set of ranks whose numbers are in it."""
+    state = [[{r} for _ in range(n)] for r in range(n)]
+    elapsed = 0.0
     for shift in (0, 1):  # add, then copy
         for step in range(n - 1):
-            yield [(r, (r + 1) % n, [(r + shift - step) % n]) for r in range(n)]
+            sent = [((r + 1) % n, (r + shift - step) % n, set(state[r][(r + shift - step) % n])) for r in range(n)]
+            for to, chunk, ranks in sent:
+                state[to][chunk] |= ranks
+            elapsed += PLAIN.latency + 1e6 / n / PLAIN.bandwidth
+    assert all(chunk == set(range(n)) for rank in state for chunk in rank), "the schedule itself is wrong"
+    assert ring_seconds("all_reduce", n, 1e6, PLAIN) == pytest.approx(elapsed)
+    assert ring_seconds("all_gather", n, 1e6, PLAIN) == pytest.approx(elapsed / 2)
 
 
-def tree(n):
-    steps = [1 << k for k in range((n - 1).bit_length())]
-    down = [[(r, r + step, range(n)) for r in range(step) if r + step < n] for step in steps]
-    return [[(to, frm, chunks) for frm, to, chunks in turn] for turn in reversed(down)] + down
-
-
-def recursive_doubling(n):
-    power = 1 << (n.bit_length() - 1)
-    folded = [[(power + i, i, range(n)) for i in range(n - power)]] if n > power else []
-    steps = [1 << k for k in range(power.bit_length() - 1)]
-    back = [[(to, frm, chunks) for frm, to, chunks in turn] for turn in folded]
-    return folded + [[(r, r ^ step, range(n)) for r in range(power)] for step in steps] + back
-
-
-@pytest.mark.parametrize("schedule", [ring, tree, recursive_doubling])
-def test_an_all_reduce_that_works_costs_what_the_path_says(schedule):
-    for n in (2, 3, 4, 5, 8, 12):
-        state = [[{r} for _ in range(n)] for r in range(n)]
-        messages, arrays = 0, 0.0
-        for turn in schedule(n):
-            assert len({m[0] for m in turn}) == len({m[1] for m in turn}) == len(turn)  # one out, one in
-            sent = [(to, [(c, set(state[frm][c])) for c in chunks]) for frm, to, chunks in turn]
-            for to, chunks in sent:
-                for chunk, ranks in chunks:
-                    state[to][chunk] |= ranks
-            messages += 1
-            arrays += max(len(chunks) for _, chunks in sent) / n
-        assert all(chunk == set(range(n)) for rank in state for chunk in rank), "the schedule itself is wrong"
-        assert path(schedule.__name__, "all_reduce", n) == (messages, pytest.approx(arrays)), n
-
-
-def test_seconds_add_latencies_and_bytes():
-    for algorithm, collective, ranks, expected in [
-        ("ring", "all_reduce", 4, 6e-3 + 1.5),
-        ("tree", "broadcast", 5, 3e-3 + 3),
-        ("naive", "gather", 5, 4e-3 + 0.8),
-        ("tree", "scatter", 5, 3e-3 + 0.8),
-        ("recursive_doubling", "all_gather", 8, 3e-3 + 0.875),
-    ]:
-        assert seconds(algorithm, collective, ranks, 1e6, PLAIN) == pytest.approx(expected), (algorithm, collective)
-        assert seconds(algorithm, collective, 1, 1e6, PLAIN) == 0, "alone, nobody to talk to"
+def test_alone_there_is_nobody_to_talk_to_and_latency_costs_without_bytes():
+    assert ring_seconds("all_reduce", 1, 1e6, PLAIN) == 0
+    assert ring_seconds("reduce_scatter", 4, 0, PLAIN) == pytest.approx(3e-3)
 
 
 def test_presets_are_one_direction_and_bound_what_was_published():
@@ -78,7 +48,7 @@ def test_a_cluster_of_one_kind_of_link_is_a_ring():
     spread = Cluster(gpus=1, nodes=8, inner="nvlink4", outer=PLAIN)
     for cluster in (alone, spread):
         for collective in ("all_reduce", "reduce_scatter", "all_gather"):
-            flat = pytest.approx(seconds("ring", collective, 8, 1e6, PLAIN))
+            flat = pytest.approx(ring_seconds(collective, 8, 1e6, PLAIN))
             assert cluster.seconds(collective, 1e6) == flat == cluster.flat_seconds(collective, 1e6), collective
         assert cluster.seconds("all_to_all", 1e6) == pytest.approx(7e-3 + 7 / 8)  # 7 messages of an eighth
 
@@ -131,12 +101,9 @@ def test_alpha_and_beta_are_never_below_zero():
 def test_what_has_no_meaning_is_refused():
     assert_refused(
         [
-            (lambda: seconds("rings", "all_reduce", 2, 1, PLAIN), ValueError, "'ring'"),
-            (lambda: seconds("ring", "allreduce", 2, 1, PLAIN), ValueError, "'all_reduce'"),
-            (lambda: seconds("ring", "gather", 2, 1, PLAIN), ValueError, "naive, tree"),
-            (lambda: seconds("ring", "all_reduce", 2.0, 1, PLAIN), ValueError, "ranks=2.0"),
-            (lambda: seconds("ring", "all_reduce", 2, 1, "nvlink44"), ValueError, "'nvlink4'"),
-            (lambda: seconds("recursive_doubling", "all_gather", 6, 1, PLAIN), ValueError, "power of two"),
+            (lambda: ring_seconds("allreduce", 2, 1, PLAIN), ValueError, "'all_reduce'"),
+            (lambda: ring_seconds("all_reduce", 2.0, 1, PLAIN), ValueError, "ranks=2.0"),
+            (lambda: ring_seconds("all_reduce", 2, 1, "nvlink44"), ValueError, "'nvlink4'"),
             (lambda: Link("x", 0, 0), ValueError, "bandwidth=0"),
             (lambda: Cluster(0, 1, PLAIN, PLAIN), ValueError, "gpus=0"),
             (lambda: fit([1, 2], [1]), ValueError, "2 sizes"),

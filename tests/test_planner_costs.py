@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from course_lib.collectives.links import Cluster, Link, seconds
+from course_lib.collectives.links import Cluster, Link, ring_seconds
 from course_lib.memory import card, shape_of
 from course_lib.memory.compute import multiplied_weights
 from course_lib.memory.estimate import in_flight
@@ -61,7 +61,7 @@ def test_tensor_parallel_seconds_are_its_messages_over_its_links() -> None:
     nvlink = machines(EIGHT).inner
     slower = Link("x", nvlink.latency, nvlink.bandwidth * CONSTANTS.inner)
     sent = traffic.tensor_parallel(asked.shape, tp=8, micro_batch_size=4, seq_len=2048)
-    once = sum(message.count * seconds("ring", message.collective, 8, message.num_bytes, slower) for message in sent)
+    once = sum(message.count * ring_seconds(message.collective, 8, message.num_bytes, slower) for message in sent)
     assert measure(asked, **settings).parts["tensor parallelism"] == pytest.approx(8 * once)
     again = measure(asked, **settings, activation_checkpointing="full")
     # a block that runs forward again sends again

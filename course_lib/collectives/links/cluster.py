@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from course_lib.collectives.links.cost import check_payload, seconds
 from course_lib.collectives.links.link import Link, link
+from course_lib.collectives.links.ring import check_payload, ring_seconds
 from course_lib.validation import check_counts, pick
 
 HIERARCHICAL = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
@@ -59,7 +59,7 @@ class Cluster:
 
         Args:
             collective: "all_reduce", "reduce_scatter", "all_gather", "all_to_all".
-            num_bytes: the payload, as in ``seconds``.
+            num_bytes: the payload, as in ``ring_seconds``.
 
         Raises:
             ValueError: another collective, bytes below 0.
@@ -73,9 +73,9 @@ class Cluster:
                 "all_to_all in the node": (g - 1) * (inner.latency + piece / inner.bandwidth),
                 "all_to_all between nodes": (self.ranks - g) * (outer.latency + piece / outer.bandwidth),
             }
-        scatter = {"reduce_scatter in the node": seconds("ring", "reduce_scatter", g, num_bytes, inner)}
-        between = {f"{collective} between nodes": seconds("ring", collective, m, num_bytes / g, outer)}
-        gather = {"all_gather in the node": seconds("ring", "all_gather", g, num_bytes, inner)}
+        scatter = {"reduce_scatter in the node": ring_seconds("reduce_scatter", g, num_bytes, inner)}
+        between = {f"{collective} between nodes": ring_seconds(collective, m, num_bytes / g, outer)}
+        gather = {"all_gather in the node": ring_seconds("all_gather", g, num_bytes, inner)}
         return {
             "all_reduce": scatter | between | gather,
             "reduce_scatter": scatter | between,
@@ -96,4 +96,4 @@ class Cluster:
             ValueError: a collective that has no ring, bytes below 0.
         """
         slowest = self.outer if self.nodes > 1 else self.inner
-        return seconds("ring", collective, self.ranks, num_bytes, slowest)
+        return ring_seconds(collective, self.ranks, num_bytes, slowest)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from course_lib.collectives.links.cost import check_payload
+from course_lib.collectives.links.ring import check_payload
 from course_lib.validation import positive
 
 _ROUNDS = 30

@@ -2,6 +2,6 @@
 
 from course_lib.collectives.measuring.collectives import KINDS, Curve, Point, bench_collective
 from course_lib.collectives.measuring.copies import Copy, copy_bandwidth
-from course_lib.collectives.measuring.machine import Report, topology
+from course_lib.collectives.measuring.machine import topology
 
-__all__ = ["KINDS", "Copy", "Curve", "Point", "Report", "bench_collective", "copy_bandwidth", "topology"]
+__all__ = ["KINDS", "Copy", "Curve", "Point", "bench_collective", "copy_bandwidth", "topology"]

@@ -4,40 +4,22 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from dataclasses import dataclass
-
-from course_lib.stamp import stamp
-
-NO_CUDA = (
-    "There is no CUDA device here, so there is no topology of GPUs to read: the ranks of this machine talk over memory."
-)
 
 
-@dataclass(frozen=True)
-class Report:
-    """Text as the machine gave it (one sentence where it has nothing to say), and its stamp."""
-
-    text: str
-    stamp: dict[str, str | int]
-
-    def __str__(self) -> str:
-        return self.text
-
-
-def topology() -> Report:
+def topology() -> str:
     """``nvidia-smi topo -m``: for each pair of GPUs NV4 (that many NVLinks), PIX, PXB, PHB, NODE or SYS (by PCIe).
 
-    Without CUDA one sentence that says so.
+    One sentence where there is no CUDA, or nothing to ask.
     """
     if not _gpus():
-        return Report(NO_CUDA, stamp())
+        return "There is no CUDA device here, so there is no topology of GPUs to read: the ranks of this machine talk over memory."
     if not shutil.which("nvidia-smi"):
-        return Report("nvidia-smi is not on the PATH here, so the driver cannot be asked for the topology.", stamp())
+        return "nvidia-smi is not on the PATH here, so the driver cannot be asked for the topology."
     try:
         done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        return Report(f"nvidia-smi does not tell the topology here ({error}).", stamp())
-    return Report(done.stdout.rstrip(), stamp())
+        return f"nvidia-smi does not tell the topology here ({error})."
+    return done.stdout.rstrip()
 
 
 def _gpus() -> int:

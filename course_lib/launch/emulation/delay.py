@@ -10,7 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from course_lib.collectives.links import Link, seconds
+from course_lib.collectives.links import Link, ring_seconds
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -55,7 +55,7 @@ class _Wire:
 
     def arrival(self, ranks: int, num_bytes: int) -> float:
         """Moment (``time.perf_counter``) at which a bucket handed over now has been all-reduced."""
-        takes = seconds("ring", "all_reduce", ranks, num_bytes, self._link)
+        takes = ring_seconds("all_reduce", ranks, num_bytes, self._link)
         with self._lock:
             self._free_at = max(self._free_at, time.perf_counter()) + takes
             return self._free_at

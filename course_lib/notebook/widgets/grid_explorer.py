@@ -6,7 +6,7 @@ import html
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from course_lib.choices import AXES, AXIS_NAMES
-from course_lib.collectives.links import link, seconds
+from course_lib.collectives.links import link, ring_seconds
 from course_lib.figures.grid import rank_grid
 from course_lib.memory import shape_of
 from course_lib.notebook.page import table
@@ -31,7 +31,7 @@ class AxisTraffic(NamedTuple):
     nodes: int  # machines that a group touches
     link: str  # the one between machines as soon as a group leaves one
     messages: int  # collectives or sends
-    payload: float  # bytes, as course_lib.collectives.links.seconds takes them
+    payload: float  # bytes, as course_lib.collectives.links.ring_seconds takes them
     seconds: float  # of all of them by a ring on this link, one after another; some could run beside the computing
 
 
@@ -68,7 +68,7 @@ def axis_traffic(
             if message.collective == "send":
                 each = over.latency + message.num_bytes / over.bandwidth
             else:
-                each = seconds("ring", message.collective, size, message.num_bytes, over)
+                each = ring_seconds(message.collective, size, message.num_bytes, over)
             count, payload, total = count + times, payload + times * message.num_bytes, total + times * each
         if count:
             rows.append(AxisTraffic(axis, size, nodes, over.name, count, payload, total))

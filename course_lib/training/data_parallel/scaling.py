@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib.collectives.links import Link, seconds
+from course_lib.collectives.links import Link, ring_seconds
 from course_lib.launch.emulation import emulated_hosts, through_the_link
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
@@ -107,7 +107,7 @@ def expected_step(
     Gradients arrive layer by layer in the last micro-batch's backward, which takes two thirds of its computing; the wire
     may start when the last layer's are there, and has the first layer's yet to carry when backward ends.
     """
-    wire = seconds("ring", "all_reduce", hosts, gradient_bytes, link)
+    wire = ring_seconds("all_reduce", hosts, gradient_bytes, link)
     hidden = compute_seconds * 2 / 3 * (layers - 1) / layers
     return gradient_accumulation_steps * compute_seconds + max(wire - hidden, wire / layers)
 
