@@ -66,12 +66,12 @@ def read_amount(text: str, unit: str) -> float:
         raise ValueError("decimals follow a point (2.5); a comma separates thousands (1,607,936)")
     if not found:
         raise ValueError(f"{shown} is not a number: {example}")
+    if found[1].startswith("-"):
+        raise ValueError(f"a guess cannot be negative: {example}")
     try:
         number = _product(re.sub(r"[, ]", "", found[1]))
     except (OverflowError, ZeroDivisionError):
         number = math.inf
-    if number < 0:
-        raise ValueError(f"a guess cannot be negative: {example}")
     word = found[2].strip()
     if kind in ("a count", "tokens") and word.split(" ")[0].lower() in _LARGE:
         large, _, word = word.partition(" ")
@@ -91,7 +91,7 @@ def read_amount(text: str, unit: str) -> float:
 
 def _product(text: str) -> float:
     """Numbers joined by * × / and powers; a power binds more tightly."""
-    first, *rest = re.split(r"(?<!\*)([*×/])(?!\*)", re.sub(r"\*\*", "^", text))
+    first, *rest = re.split(r"([*×/])", text.replace("**", "^"))
     number = _power(first)
     for sign, factor in zip(rest[::2], rest[1::2], strict=True):
         number = number / _power(factor) if sign == "/" else number * _power(factor)
