@@ -49,7 +49,6 @@ def prepare(notebook: str) -> None:
     """
     began = time.monotonic()
     os.chdir((ROOT / notebook).parent)
-    os.environ[NOTEBOOK] = notebook
     _check_python(sys.version_info[:2])
     wanted = requirements()
     _check_torch(wanted)
@@ -61,6 +60,7 @@ def prepare(notebook: str) -> None:
             f"{', '.join(_stale)} was loaded before it was renewed: Runtime > Restart session, then run this cell again."
         )
     _make_importable()
+    os.environ[NOTEBOOK] = notebook
     did = f"installed {', '.join(r.name for r in lacking)}" if lacking else "nothing to install"
     print(
         f"Colab is ready: {did}, {time.monotonic() - began:.0f} s; torch {_version('torch')} stayed as it was.\n"

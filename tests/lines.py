@@ -43,7 +43,7 @@ ROOMS = {
     "classroom": (1655, 1200),  # the board tells how well a learner guesses
     "tests/planted": (3587, 1300),
     "tests": (
-        14421,
+        14422,
         9700,
     ),  # five hundred more: the contract of a lesson, and a small course that breaks each rule once
     "benchmarks": (2535, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one

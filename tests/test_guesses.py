@@ -23,6 +23,7 @@ def somebody(tmp_path, monkeypatch):
     """A person in JupyterLab, with a progress file of their own."""
     monkeypatch.setenv("BEYOND_ONE_GPU_HOME", str(tmp_path))
     monkeypatch.setenv("JPY_SESSION_NAME", "/home/me/lessons/05_zero.ipynb")
+    monkeypatch.delenv(NOTEBOOK, raising=False)
     another_kernel()
 
 
