@@ -26,7 +26,7 @@ ROOMS = {
     "course_lib/training": (5861, 1200),
     "course_lib/checkpoints": (1211, 400),
     "course_lib/notebook": (
-        1309,
+        1317,
         600,
     ),  # a box that waits for a guess, units as people type them, what unfolds with the answer
     "course_lib/figures": (1992, 950),  # the ranks' event files are read where they are drawn
@@ -43,7 +43,7 @@ ROOMS = {
     "classroom": (1655, 1200),  # the board tells how well a learner guesses
     "tests/planted": (3587, 1300),
     "tests": (
-        14422,
+        14423,
         9700,
     ),  # five hundred more: the contract of a lesson, and a small course that breaks each rule once
     "benchmarks": (2535, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one

@@ -12,7 +12,8 @@ from refusals import assert_refused
 
 from course_lib.colab import NOTEBOOK
 from course_lib.notebook import ask, guesses, measured, progress, table
-from course_lib.notebook.guesses import Guess, Measurement, read_amount
+from course_lib.notebook.amounts import read_amount
+from course_lib.notebook.guesses import Guess, Measurement
 
 MIB, GIB = 2**20, 2**30
 QUESTION = "Peak of a ZeRO-2 step"
