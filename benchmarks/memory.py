@@ -273,24 +273,19 @@ def waste() -> dict[str, bool]:
             ("llama-3.2-1b", "bfloat16", 1, 2048), ("llama-3.2-1b", "bfloat16", 4, 1024), ("llama-3.1-8b", "bfloat16", 1, 2048),
             ("llama-3.1-8b", "bfloat16", 4, 1000)]  # fmt: skip
     print("  three steps from the first one on, replayed; GiB requested at the peak, and what goes beyond it:")
-    print(
-        "  reserved on a card with room, on the smallest card that sees it through, and both with expandable segments"
-    )
+    print("  reserved on a card with room, and on the smallest card that sees it through")
     beyond: list[tuple[float, ...]] = []
     for (preset, dtype, micro_batch, seq_len), checkpointing in product(runs, ("none", "full")):
         live = three_steps(preset, getattr(torch, dtype), checkpointing, micro_batch, seq_len)
         events, requested = [event[1:] for event in live.log], live.highest
-        held = [how for grow in (False, True) for how in (replay(events, expandable_segments=grow).reserved_peak,
-                                                          smallest_limit(events, expandable_segments=grow))]  # fmt: skip
-        row = tuple(size / requested - 1 for size in held)
+        row = tuple(size / requested - 1 for size in (replay(events).reserved_peak, smallest_limit(events)))
         label = f"{preset:13} {dtype:9} {checkpointing:5} {micro_batch} x {seq_len}"
         note = "   segments of 2 and 20 MiB are much to it: not in the fit" if preset == "tiny" else ""
         print(f"  {label:38}{requested / GIB:9.3f}" + "".join(f"{share:9.1%}" for share in row) + note, flush=True)
         if preset != "tiny":
             beyond.append(row)
-    columns = ("with room", "smallest card", "expandable, with room", "expandable, smallest card")
-    for name, shares in zip(columns, zip(*beyond, strict=True), strict=True):
-        print(f"  {name:26} median {statistics.median(shares):6.1%}, {min(shares):.1%} to {max(shares):.1%}")
+    for name, shares in zip(("with room", "smallest card"), zip(*beyond, strict=True), strict=True):
+        print(f"  {name:14} median {statistics.median(shares):6.1%}, {min(shares):.1%} to {max(shares):.1%}")
     roomy = [row[0] for row in beyond]
     print(f"  EXPECTED_WASTE is {EXPECTED_WASTE:.1%}")
     quartiles = statistics.quantiles(roomy, n=4)

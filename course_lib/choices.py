@@ -42,10 +42,11 @@ STRATEGIES = {
     "fsdp": Strategy("FSDP", ("optimizer", "gradients", "weights"), ("none", "all")),
 }
 PRECISIONS = ("bf16-mixed", "fp16-mixed", "bf16", "fp32")
-OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit", "sgd")
+OPTIMIZERS = ("adamw", "adamw_bf16", "adamw8bit", "paged_adamw8bit", "muon", "sgd")
 OFFLOADS = ("none", "optimizer", "all")  # least first
 ACTIVATION_CHECKPOINTING = ("none", "selective", "full")  # least first
 ATTENTION = ("flash", "eager")
+LOSSES = ("eager", "fused")
 STEPS = ("fused", "foreach", "loop")  # implementations of the optimizer's step
 DEVICES = ("cuda", "cpu")
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
@@ -58,6 +59,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "strategy": tuple(STRATEGIES),
     "activation_checkpointing": ACTIVATION_CHECKPOINTING,
     "attention": ATTENTION,
+    "loss": LOSSES,
     "offload": OFFLOADS,
     "step": STEPS,
     "device": DEVICES,
@@ -104,6 +106,13 @@ def why_not(
         return f"offload={offload!r} puts {what}, which {_either(able)} can do and {strategy} cannot."
     if offload != "none" and "8bit" in optimizer:
         return f"optimizer={optimizer!r} has no CPU step: with offload take adamw."
+    if offload != "none" and optimizer in ("adamw_bf16", "muon"):
+        return f"optimizer={optimizer!r} is stepped on the GPU here: with offload take adamw."
+    if optimizer == "muon" and how.zero_stage:
+        return (
+            f"torch.optim.Muon needs matrices, and {strategy} hands its optimizer flat shares: with muon take fsdp, ddp "
+            "or single."
+        )
     if ranks > 1 and strategy == "single":
         others = [name for name in STRATEGIES if name != "single"]
         return f"ranks={ranks} with strategy='single': several ranks need {_either(others)}."

@@ -67,9 +67,6 @@ def run_command(
 
     Returns:
         The command's exit code.
-
-    Raises:
-        ValueError: there is no such command; the nearest one is offered.
     """
     parser = ArgumentParser(
         prog=prog, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -86,8 +86,8 @@ def taste(source: Path) -> str:
     notebook = json.loads((ROOT / "lessons" / "01_gpu_memory.ipynb").read_text(encoding="utf-8"))
     for cell in notebook["cells"]:
         for output in cell.get("outputs", ()):
-            data, alt = next(iter(pictures(output)), ("", ""))
-            if alt.startswith(TASTE):
-                (source / "taste.png").write_bytes(base64.b64decode(data))
-                return f"![{re.sub(r'([][])', '', alt)}](taste.png)"
+            for data, alt in pictures(output):
+                if alt.startswith(TASTE):
+                    (source / "taste.png").write_bytes(base64.b64decode(data))
+                    return f"![{re.sub(r'([][])', '', alt)}](taste.png)"
     raise ValueError(f'No figure of lesson 1 is described as "{TASTE} …"; name another one in site/gather.py (TASTE).')

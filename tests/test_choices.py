@@ -31,12 +31,16 @@ def test_what_does_not_go_together_is_refused() -> None:
         ({"strategy": "ddp", "offload": "optimizer", "ranks": 2}, "ddp cannot"),
         ({"strategy": "zero2", "offload": "all", "ranks": 2}, "zero2 cannot"),
         ({"strategy": "fsdp", "offload": "all", "optimizer": "adamw8bit"}, "adamw8bit"),
+        ({"strategy": "zero2", "offload": "optimizer", "optimizer": "adamw_bf16"}, "adamw_bf16"),
+        ({"strategy": "fsdp", "offload": "all", "optimizer": "muon"}, "on the GPU"),
+        ({"strategy": "zero1", "optimizer": "muon"}, "flat shares"),
         ({"ranks": 2}, "strategy='single'"),
         ({"strategy": "zero3", "pp": 4}, "takes no zero3"),
         ({"strategy": "zero1", "offload": "optimizer", "pp": 4}, "offload='optimizer'"),
         ({"method": "qlora", "tp": 2}, "bitsandbytes"),
     ]
     assert_refused((partial(check_combination, **choices), ValueError, fragment) for choices, fragment in rows)
+    assert not why_not(optimizer="muon", strategy="fsdp") and not why_not(optimizer="adamw_bf16", strategy="zero3")
     assert not why_not(strategy="zero1", pp=4, ranks=2) and not why_not(strategy="fsdp", offload="all", ranks=2)
 
 

@@ -30,7 +30,9 @@ from course_lib.figures import training as training_figures
 from course_lib.figures.stored_figures import pictures
 from course_lib.memory import estimate
 from course_lib.memory.allocator import replay
+from course_lib.memory.timeline import step_timeline
 from course_lib.observe import Span
+from course_lib.observe.snapshots import Snapshot
 from course_lib.parallel.grid import Grid
 from course_lib.parallel.schedules import orders
 from course_lib.parallel.simulate import simulate
@@ -57,7 +59,7 @@ def schedule_of(schedule, stages=2, micro_batches=4, chunks=1, **times):
 
 
 CURVE = [(0, 10 * MIB), (10**9, 40 * MIB), (2 * 10**9, 15 * MIB)]
-PHASES = {"forward": (0, 10**9), "backward": (10**9, 2 * 10**9)}
+SNAPSHOT = Snapshot(np.array([1, 2, 1]), np.array([2, 2, 2]), [])
 ALLOCATOR = replay([(True, 0, 20 * MIB), (True, 1, 20 * MIB), (False, 0, 0)])
 SPANS = [
     Span("forward", "forward", 0.0, 1.0, 7),
@@ -100,9 +102,10 @@ DRAWINGS = [
     partial(figures.throughput, [1, 2, 4], [1000, 1800, 2500.0], title="Here"),
     partial(figures.bars, dict(zip("abcdef", range(1, 7), strict=True)), ylabel="bytes", title="Six"),
     partial(figures.bandwidth_curve, CURVE_BY_SIZE, CURVE_BY_SIZE.fit(), held_out=[2**14]),
-    partial(figures.memory_over_time, CURVE, floors={"weights": 10 * MIB}, phases=PHASES),
-    partial(figures.against_card, {"tiny": estimate("tiny")}, card=2**30, card_name="a card", title="Fits?"),
-    partial(figures.reserved_and_allocated, ALLOCATOR.timeline, title="Reserved", note="simulated"),
+    partial(figures.step_memory, step_timeline("smollm2-135m"), title="A step"),
+    partial(figures.against_cards, {"tiny": estimate("tiny")}, cards={"a card": 2**30}, title="Fits?"),
+    partial(figures.stacked_against_cards, {"a": {"engine": 1, "cache": 2}, "b": {}}, cards={"c": 9}, title="Parts"),
+    partial(figures.allocated_and_reserved, SNAPSHOT, title="Reserved", note="emulated"),
     partial(figures.segments, {"now": ALLOCATOR.segments}, title="Segments", note="simulated"),
     partial(single_gpu.memory_by_technique, [ROW, ROW | {"technique": "lora", "predicted": MIB}]),
     partial(single_gpu.gradient_window, {"plain": [2.0**-30, 1.0, 0.0], "scaled": [2.0**-14, 2.0**16]}),
@@ -213,10 +216,10 @@ def test_a_timeline_has_each_ranks_collectives_below_its_computation(drawn):
 
 def test_bars_are_as_long_as_what_they_stand_for(drawn):
     need = estimate("llama-3.1-8b")
-    figures.against_card({"8B": need}, card=80 * 2**30, card_name="80", title="t")
-    parts = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
-    widths = [bar.get_width() * 2**30 for bar in drawn[-1].axes[0].patches[:6]]
-    assert widths == pytest.approx([getattr(need, part) for part in parts])
+    figures.against_cards({"8B": need}, cards={"80": 80 * 2**30}, title="t")
+    widths = [bar.get_width() * 2**30 for bar in drawn[-1].axes[0].patches]
+    parts = [size for size in need.at_peak.values() if size]
+    assert widths == pytest.approx([*parts, need.device - need.peak]) and sum(widths) == pytest.approx(need.device)
     sharding.bytes_by_stage(HELD)
     widths = [round(bar.get_width(), 6) for bar in drawn[-1].axes[0].patches]
     assert widths == [3, 3, 6, 1, 1], "peak, total and padding are no parts of the stack"

@@ -43,7 +43,6 @@ EXTRA = {("07_axolotl", "seconds"): 90}
 
 # Notebook -> the rules that it does not keep yet. The list only gets shorter: a rule that is kept must leave it.
 EXCEPTIONS: dict[str, str] = {
-    "01_gpu_memory": "cells lines longest_cell figures opening closing typed",
     "02_single_gpu": "words cells lines longest_cell figures seconds longest_wait opening closing typed taught",
     "03_collectives": "longest_cell figures opening closing devices",
     "04_ddp_accelerate": "words cells lines longest_cell figures opening closing typed devices taught transfer",

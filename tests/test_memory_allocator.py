@@ -6,10 +6,9 @@ import random
 import re
 from pathlib import Path
 
-import pytest
 from refusals import assert_refused
 
-from course_lib.memory import segments
+from course_lib.memory import allocator
 from course_lib.memory.allocator import Event, replay, smallest_limit
 
 MIB = 2**20
@@ -45,22 +44,27 @@ def test_requests_are_rounded_and_get_a_segment_of_their_size() -> None:
         assert (result.allocated_peak, result.reserved_peak) == (allocated, reserved), sizes
 
 
-RESERVED = [  # script; MiB reserved with fixed and with expandable segments
-    ("a8 b8", 20, 20),  # requests of 1 to 10 MiB share 20
-    ("a8 b8 c8", 40, 40),
-    ("a2 -a b0.5", 22, 22),  # the pools of small and of large requests do not lend to each other
-    ("a0.5 -a b2", 22, 22),
-    ("a40 b30 -a -b c25 d40 e5", 70, 80),  # best fit: 25 into the free 30, so that 40 stays whole; 5 into the rest
-    ("a40 -a b60", 100, 60),  # what is too small is of no use, unless it can grow
-    ("a10 -a b30", 40, 40),
-    ("a8 b8 c4 -a -c -b d15", 20, 20),  # free neighbours merge on both sides
+def test_the_requested_peak_is_counted_before_rounding() -> None:
+    events = [(True, "a", 1), (True, "b", 700), (False, "a", 0), (True, "c", 0), (True, "d", 3), (False, "b", 0)]
+    result = replay(events)
+    assert (result.requested_peak, result.allocated_peak) == (703, 3 * 512)
+
+
+RESERVED = [  # script; MiB reserved
+    ("a8 b8", 20),  # requests of 1 to 10 MiB share 20
+    ("a8 b8 c8", 40),
+    ("a2 -a b0.5", 22),  # the pools of small and of large requests do not lend to each other
+    ("a0.5 -a b2", 22),
+    ("a40 b30 -a -b c25 d40 e5", 70),  # best fit: 25 into the free 30, so that 40 stays whole; 5 into the rest
+    ("a40 -a b60", 100),  # what is too small is of no use
+    ("a10 -a b30", 40),
+    ("a8 b8 c4 -a -c -b d15", 20),  # free neighbours merge on both sides
 ]
 
 
 def test_free_blocks_are_shared_split_and_taken_by_best_fit() -> None:
-    for text, fixed, expandable in RESERVED:
-        assert script(text).reserved_peak == fixed * MIB, text
-        assert script(text, expandable_segments=True).reserved_peak == expandable * MIB, f"{text}, expandable"
+    for text, reserved in RESERVED:
+        assert script(text).reserved_peak == reserved * MIB, text
 
 
 def test_cached_segments_go_back_before_memory_is_said_to_be_out() -> None:
@@ -68,30 +72,25 @@ def test_cached_segments_go_back_before_memory_is_said_to_be_out() -> None:
     assert (result.out_of_memory, result.retries, result.reserved_peak) == (None, 1, 60 * MIB)
 
 
-def test_fragmented_memory_fails_a_request_that_expandable_segments_serve() -> None:
+def test_fragmented_memory_fails_a_request_for_less_than_is_free() -> None:
     # Three 40s that each keep a 12 at their end: 84 MiB are free, the largest piece is 28, and none can go back.
     text = "A40 B40 C40 -A a28 x12 -B b28 y12 -C c28 z12 -a -b -c"
     result = script(text, limit=120 * MIB)
-    assert (result.free, result.largest_free, result.stuck) == (84 * MIB, 28 * MIB, 84 * MIB)
-    assert result.fragmentation == pytest.approx(2 / 3)
+    assert result.free == 84 * MIB
     failed = script(text + " q60", limit=120 * MIB)
     assert failed.out_of_memory == Event(True, "q", 60 * MIB) and failed.free > 60 * MIB
-    # Pages of 20 MiB: a whole free page between two tenants can be taken back and mapped at the end.
-    mended = script(text + " q60", limit=120 * MIB, expandable_segments=True)
-    assert (mended.out_of_memory, mended.retries) == (None, 1)
 
 
-def test_a_growing_sequence_strands_segments_unless_they_expand() -> None:
-    events = []
-    for step in range(20):
-        events += [(True, step, (100 + 3 * step) * MIB), (False, step, 0)]
-    assert replay(events).reserved_peak > 10 * replay(events, expandable_segments=True).reserved_peak
+def test_a_growing_sequence_strands_segments() -> None:
+    sizes = range(100, 160, 4)
+    events = [event for size in sizes for event in ((True, size, size * MIB), (False, size, 0))]
+    assert replay(events).reserved_peak == sum(sizes) * MIB
+    assert smallest_limit(events) == sizes[-1] * MIB
 
 
 def test_the_smallest_limit_lies_below_what_a_roomy_card_reserves() -> None:
     events = events_of("a40 -a b60 -b c100")
     assert (replay(events).reserved_peak, smallest_limit(events)) == (200 * MIB, 100 * MIB)
-    assert smallest_limit(events_of("a31"), expandable_segments=True) == 40 * MIB
     assert smallest_limit([]) == 0
 
 
@@ -105,8 +104,8 @@ def test_random_events_keep_the_books() -> None:
             events.append((True, i, int(2 ** dice.uniform(4, 25))))
             alive.append(i)
     sizes = {event[1]: event[2] for event in events if event[0]}
-    for limit, expandable in ((None, False), (None, True), (300 * MIB, False), (300 * MIB, True)):
-        result = replay(events, limit, expandable_segments=expandable)
+    for limit in (None, 300 * MIB):
+        result = replay(events, limit)
         held = {part.id: part.bytes for segment in result.segments for part in segment.parts if part.id is not None}
         assert sum(held.values()) == result.timeline[-1].allocated
         assert all(held[name] >= sizes[name] for name in held)
@@ -135,5 +134,5 @@ def test_the_constants_are_those_of_the_installed_pytorch() -> None:
     theirs["kLargeBuffer"] = theirs.get("kLargeBuffer") or re.search(r"large_segment_size_\{(\d+)\}", header)[1]
     names = ("MIN_BLOCK_SIZE", "SMALL_SIZE", "SMALL_BUFFER", "MIN_LARGE_ALLOC", "LARGE_BUFFER", "ROUND_LARGE")
     for name in names:
-        ours = str(getattr(segments, name))
+        ours = str(getattr(allocator, name))
         assert theirs.get("k" + name.title().replace("_", ""), ours) == ours, name

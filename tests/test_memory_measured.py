@@ -15,11 +15,63 @@ import torch
 from course_lib.memory import estimate, shape_of
 from course_lib.models import tiny_llama
 from course_lib.observe import observe, tensor_bytes
+from course_lib.observe.memory import memory_over_time, record_allocations
 from course_lib.training.finetune import building
 
 PEAK = 0.05
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class AdamWBf16(torch.optim.AdamW):
+    """Moments in bf16. PyTorch's fused kernel takes them on CUDA only: here each tensor's are whole for its own step."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state, like = self.state[parameter], {"dtype": torch.bfloat16}
+            if not state:
+                state["step"] = torch.zeros(())
+                state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter, **like) for _ in range(2))
+            state["step"] += 1
+            moments = [state[name].to(parameter.dtype) for name in ("exp_avg", "exp_avg_sq")]
+            torch._fused_adamw_(
+                [parameter],
+                [parameter.grad],
+                *([moment] for moment in moments),
+                [],
+                [state["step"]],
+                lr=1e-4,
+                beta1=0.9,
+                beta2=0.999,
+                weight_decay=0.01,
+                eps=1e-8,
+                amsgrad=False,
+                maximize=False,
+            )
+            for name, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+                state[name].copy_(moment)
+
+
+def muon(model):
+    """Muon for the blocks' matrices, and after it AdamW for the rest, with its states beside Muon's."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for name, p in trained if ".layers." in name and p.ndim == 2]
+    rest = [p for name, p in trained if ".layers." not in name or p.ndim != 2]
+    pair = torch.optim.Muon(matrices, lr=1e-4)
+    if rest:
+        adamw = torch.optim.AdamW(rest, lr=1e-4, fused=True)
+        adamw.state = pair.state
+        pair.register_step_post_hook(lambda *_: adamw.step())
+    return pair
+
+
+def build_optimizer(model, name):
+    if name == "muon":
+        return muon(model)
+    if name == "adamw_bf16":
+        return AdamWBf16(building.trainable(model))
+    return building.build_optimizer(building.trainable(model), name, 1e-4)
 
 
 def measure(name, batch, seq_len, micro_batches, *, method, precision, optimizer, activation_checkpointing, attention):
@@ -34,7 +86,7 @@ def measure(name, batch, seq_len, micro_batches, *, method, precision, optimizer
         model = building.prepare(tiny_llama(layers=2, vocab=8192, tie_embeddings=True), device="cpu", **settings)
     else:
         model, _ = building.build_model(name, device="cpu", **settings)
-    stepper = building.build_optimizer(building.trainable(model), optimizer, 1e-4)
+    stepper = build_optimizer(model, optimizer)
     seen = observe(model, stepper)
     ids = torch.randint(0, 200, (batch, seq_len), generator=torch.Generator().manual_seed(0))
     for _ in range(2):
@@ -44,7 +96,7 @@ def measure(name, batch, seq_len, micro_batches, *, method, precision, optimizer
                     loss = model(input_ids=ids, labels=ids).loss
                 loss.backward()
             stepper.step()
-            stepper.zero_grad()
+            model.zero_grad()
     bytes_of = dict(seen.memory)
     constants = tensor_bytes(building.quantization_constants(model))  # neither parameters nor buffers
     bytes_of["parameters"] += constants
@@ -66,6 +118,9 @@ CASES = [  # model, sequences, tokens, micro-batches; method, precision, checkpo
     ("tiny", 2, 48, 1, "full", "fp32", "full", "adamw8bit", "flash"),
     ("tiny", 2, 48, 1, "lora", "bf16-mixed", "full", "paged_adamw8bit", "flash"),
     ("tiny", 2, 48, 1, "full", "bf16-mixed", "none", "sgd", "flash"),
+    ("tiny", 2, 48, 1, "full", "bf16-mixed", "none", "adamw_bf16", "flash"),
+    ("tiny", 1, 16, 1, "full", "bf16", "none", "muon", "flash"),  # the optimizer's step is the peak
+    ("tiny", 2, 48, 1, "lora", "bf16-mixed", "none", "muon", "flash"),
     ("tiny", 4, 128, 1, "full", "fp32", "none", "sgd", "eager"),  # the scores written out
     ("tiny", 4, 128, 1, "full", "bf16-mixed", "full", "sgd", "eager"),
     ("tiny", 2, 48, 3, "full", "fp32", "none", "adamw", "flash"),
@@ -99,6 +154,19 @@ def test_a_real_step_needs_what_was_estimated(case) -> None:
     assert need.peak == pytest.approx(seen["peak"], rel=PEAK), need.phases
     del model
     gc.collect()
+
+
+@pytest.mark.parametrize(("method", "precision"), [("full", "fp32"), ("full", "bf16"), ("lora", "bf16")])
+def test_muon_s_step_alone_needs_what_was_estimated(method, precision) -> None:
+    model, _ = building.build_model("tiny", method=method, precision=precision, device="cpu")
+    for parameter in building.trainable(model):
+        parameter.grad = torch.ones_like(parameter)
+    stepper = muon(model)
+    stepper.step()
+    seen = max(now for _, now in memory_over_time(record_allocations(stepper.step)))
+    need = estimate("tiny", method=method, precision=precision, optimizer="muon", device="cpu")
+    temporary = need.phases["optimizer step"] - need.weights - need.gradients - need.optimizer
+    assert temporary <= seen <= temporary + 8192  # the CPU's product of a transposed matrix takes a buffer
 
 
 def test_a_wrong_term_would_be_seen() -> None:

@@ -14,8 +14,8 @@ from refusals import assert_refused
 from course_lib import notebook
 from course_lib.memory import CARDS, estimate, shape_of
 from course_lib.notebook import show, table
-from course_lib.notebook.widgets.calculator import answer, calculator
 from course_lib.notebook.widgets.grid_explorer import axis_traffic, grid_explorer
+from course_lib.notebook.widgets.memory import answer, calculator, timeline_explorer
 from course_lib.notebook.widgets.ring_stepper import ring_stepper
 from course_lib.parallel.grid import Grid
 
@@ -65,18 +65,19 @@ def controls(widget):
 
 
 def test_the_calculator_answers_what_the_estimate_says_and_follows_its_sliders():
-    need, words = answer("llama-3.1-8b", "t4", 1, "fsdp", method="qlora")
-    assert need == estimate("llama-3.1-8b", method="qlora", precision="fp16-mixed")  # a T4 has no bf16
+    need, words = answer("llama-3.1-8b", "t4", method="qlora", precision="fp16-mixed")
+    assert need == estimate("llama-3.1-8b", method="qlora", precision="fp16-mixed")
     assert need.fits(CARDS["t4"].memory) is False and "does not fit" in words
-    widget = calculator()
-    before = widget.children[1].value
-    assert "on 1 x a100-80gb" in before and widget._repr_mimebundle_()["text/html"] == before
-    controls(widget)["GPUs"].value = 8
-    controls(widget)["tokens each"].value = 16384
-    assert "on 8 x a100-80gb" in widget.children[1].value
-    words, _, picture = widget.children[1].value.partition("<img alt='")
-    old_words, _, old_picture = before.partition("<img alt='")
-    assert words != old_words and picture != old_picture and "data:image/png;base64," in picture
+    for widget, name, value, expected in (
+        (calculator(), "card", "h200", "on h200: fits"),
+        (calculator(), "card", "t4", "no bf16"),  # a T4 wants fp16: the sentence says so
+        (timeline_explorer(), "tokens each", 1024, "2 x 1,024 tokens"),
+        (timeline_explorer(), "loss", "fused", "in a block"),
+    ):
+        before = widget.children[1].value
+        assert expected not in before and widget._repr_mimebundle_()["text/html"] == before
+        controls(widget)[name].value = value
+        assert expected in widget.children[1].value, name
 
 
 def test_traffic_is_summed_over_a_step_and_timed_on_the_link_that_the_axis_uses():

@@ -106,7 +106,8 @@ def measured(case: Case, part: Part) -> Iterable[Row]:
     card = torch.cuda.mem_get_info()[1] if part.on_gpu else 2**26
     if case.fill:
         settings["micro_batch_size"] = filling(case, settings, card, part)
-    told = estimate(case.model, device=part.device.type, **settings)
+    in_chunks = "fused" if case.loss == "chunked" else "eager"  # what torch.compile fuses, `estimate` does not know
+    told = estimate(case.model, device=part.device.type, loss=in_chunks, **settings)
     found: dict[str, Any] = {}
     training = None
     try:

@@ -35,11 +35,7 @@ class ShardReader:
         self._index = [json.loads((self.folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
     def read(self, name: str, saved_rank: int, start: int, stop: int) -> torch.Tensor:
-        """Rows ``start`` to ``stop`` (not included) of what rank ``saved_rank`` saved of ``name``, counted from its first.
-
-        Raises:
-            ValueError: no such tensor or rank, or rows that this rank did not save.
-        """
+        """Rows ``start`` to ``stop`` (not included) of what rank ``saved_rank`` saved of ``name``, counted from its first."""
         if name not in self.shapes:
             raise ValueError(f"the checkpoint has no {name!r}; it has {', '.join(self.shapes)}")
         if not 0 <= saved_rank < self.ranks:

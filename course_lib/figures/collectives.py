@@ -20,9 +20,6 @@ def states(kind: str, ranks: int = 4) -> tuple[list[list[Any]], list[list[Any]]]
     """What each rank's chunks hold before and after a collective; root is rank 0.
 
     A chunk is (ranks summed up in it, which piece it is), or None where nothing lies.
-
-    Raises:
-        ValueError: an unknown kind.
     """
     everyone = frozenset(range(ranks))
     own = [[(frozenset({r}), c) for c in range(ranks)] for r in range(ranks)]
@@ -49,9 +46,6 @@ def states(kind: str, ranks: int = 4) -> tuple[list[list[Any]], list[list[Any]]]
 def before_and_after(kinds: Sequence[str], ranks: int = 4) -> Picture:
     """For each collective, what the ranks hold before and after: "a1" is rank 0's piece 1, "bc0" the sum of rank 1's and
     rank 2's piece 0, "Σ3" the sum of all ranks' piece 3.
-
-    Raises:
-        ValueError: no kind, or an unknown one.
     """
     require(kinds, "collective")
     figure, axes = new_figure(height=0.5 + 1.75 * len(kinds), rows=len(kinds), columns=2, grid="")
@@ -105,9 +99,6 @@ def _grid(axis: Axes, state: Sequence[Sequence[Any]]) -> None:
 def ring_state(ranks: int, step: int) -> tuple[list[list[Any]], list[tuple[int, int, int]]]:
     """The ring all-reduce after `step` of its 2(n-1) steps: every rank's chunks, and the (sender, chunk, receiver) of the
     step just done. It follows `course_lib.collectives.by_hand.ring`, where rank r ends the first half with chunk r.
-
-    Raises:
-        ValueError: fewer than 2 ranks, or a step that the ring does not have.
     """
     last = 2 * (ranks - 1)
     if ranks < 2 or not 0 <= step <= last:
@@ -170,11 +161,7 @@ def by_ranks(
     unit: str,
     title: str,
 ) -> Picture:
-    """What was measured as markers, what a formula says as lines, over the number of ranks.
-
-    Raises:
-        ValueError: nothing measured.
-    """
+    """What was measured as markers, what a formula says as lines, over the number of ranks."""
     require(any(measured.values()), "algorithm, with a number for each number of ranks")
     figure, (axis,) = new_figure()
     for i, (name, points) in enumerate(formulas.items()):
@@ -193,11 +180,7 @@ def by_ranks(
 
 
 def seconds_by_link(seconds: Mapping[str, float], *, title: str) -> Picture:
-    """Horizontal bars on a logarithmic axis, one per link.
-
-    Raises:
-        ValueError: nothing to draw.
-    """
+    """Horizontal bars on a logarithmic axis, one per link."""
     require(seconds, "link")
     figure, (axis,) = new_figure(height=1.2 + 0.3 * len(seconds), grid="x")
     names = list(seconds)[::-1]

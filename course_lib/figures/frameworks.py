@@ -24,9 +24,6 @@ def compare(rows: Sequence[Mapping[str, Any]], *, title: str) -> Picture:
     Args:
         rows: each with "name", "ranks", "held" and "sent" (bytes), "seconds"; None where nothing was measured, which
             the picture says.
-
-    Raises:
-        ValueError: no rows, or a row without one of these keys.
     """
     require(rows, "row")
     missing = sorted({key for row in rows for key in ("name", "ranks", *PANELS) if key not in row})

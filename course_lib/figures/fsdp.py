@@ -46,9 +46,6 @@ def memory_by_unit(
         curves: name -> (nanoseconds, bytes) after each change. With several, each is stretched to the same width.
         units: (label, first, last nanosecond) of the first curve.
         lines: name -> bytes that were predicted, drawn across.
-
-    Raises:
-        ValueError: no curve, or one that never changes.
     """
     require(curves and all(len(curve) > 1 for curve in curves.values()), "curve with changes")
     figure, (axis,) = new_figure(height=3.7)
@@ -100,9 +97,6 @@ def step_trace(traces: Mapping[str, Sequence[Any]], *, title: str) -> Picture:
 
     Args:
         traces: setting -> the spans of one rank, from `course_lib.observe.trace_step`.
-
-    Raises:
-        ValueError: a trace without FSDP2's stretches.
     """
     figure, (axis,) = new_figure(height=1.2 + 0.95 * len(traces), grid="")
     ticks, names, shown, summary = [], [], set(), []
@@ -149,9 +143,6 @@ def mesh(copies: int, shards: int, *, inside: str, between: str, title: str) -> 
     Args:
         copies, shards: of the mesh.
         inside, between: what is written at the arrows of a row and of a column.
-
-    Raises:
-        ValueError: fewer than 2 copies or shards.
     """
     if copies < 2 or shards < 2:
         raise ValueError(f"{copies} x {shards} is no hybrid mesh: it needs at least 2 copies and 2 shards.")

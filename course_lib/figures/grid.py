@@ -30,9 +30,6 @@ def rank_grid(grid: Grid, *, axis: str = "tp", per_node: int = 8, title: str = "
 
     The first group is joined by lines: solid inside a machine, dashed where they leave it. Below stands what each axis
     uses. Of more than 8 machines the first 8 are drawn.
-
-    Raises:
-        ValueError: an axis that is none, or machines of no rank or more than 16.
     """
     if not 1 <= per_node <= MOST_PER_NODE:
         raise ValueError(f"per_node={per_node}: choose from 1 to {MOST_PER_NODE} ranks per machine.")

@@ -24,9 +24,6 @@ def bandwidth_curve(curve: Curve, fit: Fit, *, held_out: Sequence[int] = ()) -> 
         curve: of ``bench_collective``.
         fit: of the curve, or of a part of it.
         held_out: payloads in bytes that the fit did not see; hollow markers.
-
-    Raises:
-        ValueError: a curve without points, or one of a single size.
     """
     points: list[Any] = list(curve)
     if len(points) < 2:

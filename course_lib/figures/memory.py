@@ -1,126 +1,158 @@
-"""Lesson 1's pictures: memory over the time of a step, needs against cards, what the allocator holds."""
+"""Pictures of memory: a step over time, needs against cards, what the allocator holds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.style import COLOURS, HATCHES, legend_below, new_figure, patch, picture, require, stacked_bars
+import numpy as np
+
+from course_lib.figures.style import (
+    COLOURS,
+    HATCHES,
+    ON_WHITE,
+    legend_below,
+    new_figure,
+    patch,
+    picture,
+    require,
+    stacked_bars,
+)
 from course_lib.units import GIB, MIB, nice_bytes
 
 if TYPE_CHECKING:
     from course_lib.figures.style import Picture
+    from course_lib.memory import Breakdown
+    from course_lib.memory.timeline import Timeline
 
-PARTS = {  # a Breakdown's fields -> what the legend calls them, and their colours
-    "weights": ("weights", COLOURS[0]),
-    "gradients": ("gradients", COLOURS[1]),
-    "optimizer": ("optimizer state", COLOURS[2]),
-    "activations": ("activations", COLOURS[4]),
-    "logits": ("logits", COLOURS[5]),
-    "buffers": ("buffers and copies", "#999999"),
+LOOKS = {  # category of memory -> colour, hatch
+    "weights": (COLOURS[0], ""),
+    "optimizer state": (COLOURS[2], ".."),
+    "gradients": (COLOURS[1], "//"),
+    "activations": (COLOURS[4], "\\\\"),
+    "logits and loss": (COLOURS[5], "xx"),
+    "temporaries": ("#999999", ""),
 }
+REST = "margin, CUDA's context"  # between the peak and what a card must have
 
 
-def memory_over_time(
-    curve: Sequence[tuple[int, int]],
+def step_memory(timeline: Timeline, *, title: str) -> Picture:
+    """One training step, stacked by category, with its phases and its worst moment marked."""
+    figure, (axis,) = new_figure(height=4.0)
+    places, peak = np.arange(len(timeline.at_work)), timeline.peak
+    unit, word = (GIB, "GiB") if peak > 8 * GIB else (MIB, "MiB")
+    low = np.zeros(len(places))
+    for name, (colour, hatch) in LOOKS.items():
+        high = low + timeline.parts[name] / unit
+        look = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+        axis.fill_between(places, low, high, step="post", label=name, **look)
+        low = high
+    axis.step(places, low, where="post", color="black", linewidth=0.8)
+    top, worst = peak / unit, timeline.worst
+    for name, first, last in timeline.phases:
+        axis.axvline(first, color="black", linestyle=":", linewidth=1)
+        narrow = last - first < len(places) / 8
+        axis.text(
+            last if narrow else (first + last) / 2, 1.24 * top, name, va="top", ha="right" if narrow else "center"
+        )
+    where = {"block": "in a block", "loss": "in the loss", "embedding": "at the embedding's gradient"}
+    moment = where.get(timeline.at_work[worst], "in the optimizer's step")
+    axis.plot([worst], [1.035 * top], marker="v", color=COLOURS[3], markersize=9)
+    left = worst > len(places) / 2
+    beside = {"textcoords": "offset points", "xytext": (-9 if left else 9, 2), "ha": "right" if left else "left"}
+    words = f"worst moment: {top:,.1f} {word}, {moment}"
+    axis.annotate(words, (worst, 1.035 * top), weight="bold", bbox=ON_WHITE, **beside)
+    axis.set(xlabel="operations of one step, in order (those outside the blocks drawn wider)", ylabel=word, title=title)
+    axis.set(ylim=(0, 1.26 * top), xlim=(0, places[-1]), xticks=[])
+    legend_below(figure, columns=3)
+    parts = ", ".join(f"{name} {nice_bytes(size)}" for name, size in timeline.at_peak.items() if size)
+    return picture(figure, f"{title}: worst moment {top:,.1f} {word}, {moment}, made of {parts}.")
+
+
+def against_cards(needs: Mapping[str, Breakdown], *, cards: Mapping[str, int], title: str) -> Picture:
+    """What the worst moment of each need is made of, as one bar, and each card's memory as a line.
+
+    The empty box at a bar's end is what PyTorch cannot use: the allocator's margin and CUDA's context. A bar fits a card if
+    the box, too, ends left of its line.
+
+    Args:
+        cards: name -> bytes.
+    """
+    rows = {name: need.at_peak | {REST: need.device - need.peak} for name, need in needs.items()}
+    moments = {name: need.peak_phase for name, need in needs.items()}
+    return stacked_against_cards(rows, cards=cards, title=title, notes=moments)
+
+
+def stacked_against_cards(
+    rows: Mapping[str, Mapping[str, int]],
     *,
-    floors: Mapping[str, int],
-    phases: Mapping[str, tuple[int, int]],
-    title: str = "One training step",
+    cards: Mapping[str, int],
+    title: str,
+    notes: Mapping[str, str] | None = None,
 ) -> Picture:
-    """Memory against time, with what lies there all the time as bands below, and the phases of the step marked.
+    """A bar for each row, stacked from its parts in bytes, and the cards' memory as lines.
 
     Args:
-        curve: (nanoseconds, bytes) after each allocation or free.
-        floors: name -> bytes that stay, the lowest first.
-        phases: name -> (first, last) nanosecond.
-
-    Raises:
-        ValueError: no curve.
+        rows: name -> part -> bytes. Parts that bear a name of LOOKS look as they do everywhere.
+        cards: name -> bytes.
+        notes: a row's name -> what the picture's text says of it, the moment of its peak, say.
     """
-    require(len(curve) > 1, "allocation and one free of a recorded step (see memory_over_time)")
-    figure, (axis,) = new_figure(height=3.9)
-    times = [time / 1e9 for time, _ in curve]
-    sizes = [size / MIB for _, size in curve]
-    low = 0.0
-    for i, (name, size) in enumerate(floors.items()):
-        look = {"color": COLOURS[(0, 2)[i % 2]], "hatch": ("//", "..")[i % 2], "edgecolor": "white", "alpha": 0.55}
-        axis.fill_between(times, low, low + size / MIB, step="post", label=name, **look)
-        low += size / MIB
-    above = [size >= low for size in sizes]
-    label = "gradients, activations, temporaries"
-    axis.fill_between(times, low, sizes, where=above, step="post", color=COLOURS[4], alpha=0.45, label=label)
-    axis.step(times, sizes, where="post", color="black", linewidth=1.1)
-    top = max(sizes)
-    highest = times[sizes.index(top)]
-    for name, (first, last) in phases.items():
-        axis.axvline(first / 1e9, color="black", linestyle=":", linewidth=1)
-        axis.text((first + last) / 2e9, top * 1.13, name, ha="center", va="top")
-    axis.plot([highest], [top], marker="v", color=COLOURS[3], markersize=9)
-    side = {"xytext": (-8, 0), "ha": "right"} if highest > times[-1] / 2 else {"xytext": (8, 0), "ha": "left"}
-    axis.annotate(f"peak {top:,.0f} MiB", (highest, top), textcoords="offset points", va="center", **side)
-    axis.set(xlabel="seconds", ylabel="MiB", title=title, ylim=(0, top * 1.16), xlim=(0, times[-1]))
-    legend_below(figure, columns=3)
-    always = ", ".join(f"{name} {nice_bytes(size)}" for name, size in floors.items())
-    return picture(
-        figure, f"{title}: memory over time; always there: {always}; peak {top:,.0f} MiB at {highest:.2f} s."
-    )
-
-
-def against_card(needs: Mapping[str, Any], *, card: int, card_name: str, title: str) -> Picture:
-    """One stacked bar per need, and the card's memory as a line.
-
-    A bar's parts are not all there at one time: the black mark is the peak, in the worst phase of the step.
-
-    Args:
-        needs: name -> Breakdown.
-        card: bytes.
-
-    Raises:
-        ValueError: no needs.
-    """
-    require(needs, "estimate")
-    figure, (axis,) = new_figure(height=1.7 + 0.46 * len(needs), grid="x")
-    places = list(range(len(needs)))[::-1]
-    parts = [
-        (label, [getattr(need, part) / GIB for need in needs.values()], colour, hatch)
-        for (part, (label, colour)), hatch in zip(PARTS.items(), HATCHES, strict=False)
-    ]
-    ends = stacked_bars(axis, places, parts)
-    peaks = [need.peak / GIB for need in needs.values()]
-    axis.plot(peaks, places, "|", color="black", markersize=19, markeredgewidth=3, label="peak")
-    axis.axvline(card / GIB, color=COLOURS[3], linestyle="--", linewidth=2, label=card_name)
-    axis.set_yticks(places, list(needs))
-    axis.set(xlabel="GiB", title=title, xlim=(0, 1.06 * max(*ends, card / GIB)))
+    require(rows, "bar")
+    require(cards, "card")
+    figure, (axis,) = new_figure(height=1.9 + 0.46 * len(rows), grid="x")
+    places = list(range(len(rows)))[::-1]
+    there = dict.fromkeys(name for parts in rows.values() for name, size in parts.items() if size)
+    others = [name for name in there if name not in LOOKS and name != REST]
+    looks = LOOKS | {name: (COLOURS[i % 7], HATCHES[i % 7]) for i, name in enumerate(others)} | {REST: ("white", "")}
+    names = [name for name in looks if name in there]
+    stacked = [(name, [parts.get(name, 0) / GIB for parts in rows.values()], *looks[name]) for name in names]
+    ends = stacked_bars(axis, places, stacked)
+    if REST in names:
+        for bar in axis.containers[names.index(REST)]:
+            bar.set_edgecolor("black")
+    totals = [sum(parts.values()) for parts in rows.values()]
+    for place, total in zip(places, totals, strict=True):
+        fitting = [name for name, size in cards.items() if total <= size]
+        verdict = f"fits {min(fitting, key=cards.__getitem__)}" if fitting else "fits none"
+        words = f" {total / GIB:,.1f}  {verdict}"
+        axis.text(1.0, place, words, transform=axis.get_yaxis_transform(), va="center", fontsize=9)
+    for name, card in cards.items():
+        axis.axvline(card / GIB, color=COLOURS[3], linestyle="--", linewidth=2, zorder=3)
+        axis.text(card / GIB, len(rows) - 0.45, name, color=COLOURS[3], weight="bold", ha="center", va="bottom")
+    axis.set_yticks(places, list(rows))
+    axis.set(xlabel="GiB", xlim=(0, 1.05 * max(*ends, *(card / GIB for card in cards.values()))))
+    axis.set_ylim(-0.6, len(rows) - 0.5)
+    axis.set_title(title, pad=18)
     legend_below(figure)
-    peaks = "; ".join(f"{name}: peak {need.peak / GIB:.1f} GiB, {need.peak_phase}" for name, need in needs.items())
-    return picture(figure, f"{title}, against {card_name} of {card / GIB:.1f} GiB: {peaks}.")
+    told = "; ".join(
+        f"{name}: {nice_bytes(total)}" + (f", {notes[name]}" if notes else "") + " ("
+        + ", ".join(f"{part} {nice_bytes(size)}" for part, size in parts.items() if size) + ")"
+        for (name, parts), total in zip(rows.items(), totals, strict=True)
+    )  # fmt: skip
+    lines = ", ".join(name if "GiB" in name else f"{name} of {nice_bytes(card)}" for name, card in cards.items())
+    return picture(figure, f"{title}, against {lines}. {told}.")
 
 
-def reserved_and_allocated(moments: Sequence[Any], *, title: str, note: str) -> Picture:
-    """Bytes that tensors have and bytes that the allocator holds, event by event.
+def allocated_and_reserved(snapshot: Any, *, title: str, note: str) -> Picture:
+    """Bytes that tensors ask for and bytes that the allocator holds, event by event of a memory snapshot.
 
     Args:
-        moments: with ``allocated`` and ``reserved``, bytes.
-        note: what the figure rests on (a simulation says so).
-
-    Raises:
-        ValueError: no moments.
+        snapshot: a `course_lib.observe.snapshots.Snapshot`.
+        note: what the figure rests on; an emulation says so.
     """
-    require(moments, "replayed event")
     figure, (axis,) = new_figure()
-    events = range(len(moments))
-    reserved, allocated = ([getattr(moment, name) / MIB for moment in moments] for name in ("reserved", "allocated"))
-    cached = {"color": COLOURS[1], "alpha": 0.4, "hatch": "//", "edgecolor": "white", "label": "cached, empty"}
-    axis.fill_between(events, allocated, reserved, **cached)
-    axis.fill_between(events, 0, allocated, color=COLOURS[4], alpha=0.6, label="allocated")
-    axis.plot(events, reserved, color=COLOURS[3], linestyle="--", label="reserved")
-    axis.plot(events, allocated, color=COLOURS[0])
-    axis.set(xlabel="allocations and frees, in their order", ylabel="MiB", title=title)
-    axis.set(ylim=(0, 1.08 * max(reserved)), xlim=(0, len(moments)))
+    reserved, allocated = snapshot.reserved / MIB, snapshot.allocated / MIB
+    events = np.arange(len(allocated))
+    cached = {"color": COLOURS[1], "alpha": 0.4, "hatch": "//", "edgecolor": "white", "label": "reserved, not in use"}
+    axis.fill_between(events, allocated, reserved, step="post", **cached)
+    axis.fill_between(events, 0, allocated, step="post", color=COLOURS[4], alpha=0.6, label="allocated to tensors")
+    axis.step(events, reserved, where="post", color=COLOURS[3], linestyle="--", label="reserved")
+    axis.step(events, allocated, where="post", color=COLOURS[0])
+    axis.set(xlabel="allocations and frees, in order", ylabel="MiB", title=title)
+    axis.set(ylim=(0, 1.12 * reserved.max()), xlim=(0, len(events)))
     legend_below(figure, columns=3)
-    axis.text(0.01, 0.98, note, transform=axis.transAxes, va="top", fontsize=8)
-    most = f"at most {max(allocated):,.0f} MiB allocated, {max(reserved):,.0f} MiB reserved"
+    axis.text(0.01, 0.98, note, transform=axis.transAxes, va="top", fontsize=9)
+    most = f"at most {allocated.max():,.0f} MiB allocated, {reserved.max():,.0f} MiB reserved"
     return picture(figure, f"{title} ({note}): {most}.")
 
 
@@ -129,9 +161,6 @@ def segments(shown: Mapping[str, Sequence[Any]], *, title: str, note: str) -> Pi
 
     Args:
         shown: name of a state -> its segments, each with ``parts`` of ``bytes`` and ``id`` (None: free).
-
-    Raises:
-        ValueError: no segments.
     """
     rows = [(f"{name}, segment {i + 1}", group[i]) for name, group in shown.items() for i in range(len(group))]
     require(rows, "segment")

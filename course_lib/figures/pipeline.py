@@ -27,9 +27,6 @@ def schedule(real: Timeline, ideal: Timeline, *, title: str) -> Picture:
     Args:
         real: of a run on ranks, `course_lib.parallel.simulate.timeline(outcome.extra["events"])`; seconds.
         ideal: `course_lib.parallel.simulate.simulate(...)`; it is drawn with one forward as the unit of time.
-
-    Raises:
-        ValueError: timelines of different numbers of ranks.
     """
     ranks = len(ideal.in_flight)
     if len(real.in_flight) != ranks:
@@ -57,9 +54,6 @@ def schedules(pairs: Mapping[str, tuple[Timeline, Timeline]], *, title: str) -> 
 
     Args:
         pairs: schedule -> (real, ideal), as `schedule` takes them.
-
-    Raises:
-        ValueError: nothing to draw.
     """
     require(pairs, "schedule, with its real and its ideal timeline")
     figure, axes = new_figure(9.0, 1.0 + 0.95 * len(pairs), rows=len(pairs), columns=2, grid="")

@@ -36,9 +36,6 @@ def side_by_side(
     Args:
         runs: a folder with TensorBoard's event files of each rank, in rank0, rank1, …; or {rank: {metric: series}}.
         title: of the picture.
-
-    Raises:
-        ValueError: no rank's folder, or none of the metrics (PANELS) in them.
     """
     if not isinstance(runs, Mapping):
         runs = _read(Path(runs))

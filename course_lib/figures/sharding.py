@@ -49,9 +49,6 @@ def bytes_by_stage(rows: Sequence[Mapping[str, Any]], *, title: str = "Bytes on 
         rows: each with "name", "measured" (category -> bytes, as in run.memory; see CATEGORIES, other keys are not
             drawn), and "predicted" (category -> bytes, or one number for the sum), either of the two or both.
         note: what the figures rest on, below the title ("2 ranks, tiny Llama, fp32").
-
-    Raises:
-        ValueError: no rows, a row with neither, or without a known category.
     """
     require(rows, "row")
     figure, (axis,) = new_figure(height=1.75 + 0.52 * len(rows), grid="x")
@@ -102,9 +99,6 @@ def who_holds_what(holding: Mapping[str, Sequence[Mapping[str, Any]]], *, title:
         holding: method -> one entry per rank, as `course_lib.observe.holdings.held_slices` returns them: "elements"
             (of the whole model) and for each of "parameters", "gradients", "optimizer" the (first, last + 1) of what
             lies there, in elements, in the order of ``model.parameters()``.
-
-    Raises:
-        ValueError: nothing to draw.
     """
     require(holding and all(holding.values()), "method, with an entry for each of its ranks")
     columns = min(len(holding), 3)
@@ -153,9 +147,6 @@ def traffic(rows: Sequence[Mapping[str, Any]], *, title: str = "Sent by one rank
         rows: each with "name", "counted" (kind of collective -> bytes sent, or one number for the sum), and, where there
             is one, "formula" (bytes).
         note: what the figures rest on.
-
-    Raises:
-        ValueError: no rows.
     """
     require(rows, "row")
     figure, (axis,) = new_figure(height=1.7 + 0.42 * len(rows), grid="x")

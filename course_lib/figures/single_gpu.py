@@ -32,9 +32,6 @@ def memory_by_technique(rows: Sequence[Mapping[str, Any]], *, title: str = "What
     Args:
         rows: mappings with "technique", "weights", "gradients", "optimizer", "activations", "peak" and, if known,
             "predicted", all in bytes.
-
-    Raises:
-        ValueError: no rows.
     """
     require(rows, "technique")
     figure, (axis,) = new_figure(height=1.3 + 0.42 * len(rows), grid="x")
@@ -63,9 +60,6 @@ def gradient_window(gradients: Mapping[str, Any], *, title: str = "What fp16 can
 
     Args:
         gradients: name -> array of any shape.
-
-    Raises:
-        ValueError: no array, or one of zeros alone.
     """
     import numpy as np
 
@@ -106,9 +100,6 @@ def blockwise_state(values: Any, restored: Mapping[str, Any], *, block: int, tit
         values: array (n,), none below 0.
         restored: name -> array (n,) after 8 bits and back.
         block: numbers that share a scale.
-
-    Raises:
-        ValueError: sizes that differ.
     """
     import numpy as np
 
@@ -174,9 +165,6 @@ def learning(
     Args:
         curves: method -> loss of each step, nats per answer token.
         held_out: method -> (before, after), the same methods.
-
-    Raises:
-        ValueError: methods that differ.
     """
     if set(curves) != set(held_out) or not curves:
         raise ValueError("Give the training losses and the held-out losses of the same methods, of one at least.")

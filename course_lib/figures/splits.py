@@ -62,11 +62,7 @@ def column_then_row() -> Picture:
 
 
 def heads_over_ranks(*, heads: int = 8, kv_heads: int = 4, ranks: int = 2) -> Picture:
-    """Query heads above, the kv heads that they read below, coloured and hatched by the rank that holds them.
-
-    Raises:
-        ValueError: heads, kv heads and ranks that do not divide, or more than 16 heads or 8 ranks.
-    """
+    """Query heads above, the kv heads that they read below, coloured and hatched by the rank that holds them."""
     _between("heads", heads, 1, 16)
     _between("ranks", ranks, 1, 8)
     if kv_heads < 1 or heads % kv_heads or kv_heads % ranks:

@@ -136,11 +136,7 @@ class Picture:
 
 
 def picture(figure: Figure, alt: str) -> Picture:
-    """The figure for the page, with ``alt`` as its text for readers who do not see it.
-
-    Raises:
-        ValueError: no description.
-    """
+    """The figure for the page, with ``alt`` as its text for readers who do not see it."""
     if not alt.strip():
         raise ValueError("A figure needs its alternative text: one sentence that says what it shows.")
     return Picture(png(figure), alt)

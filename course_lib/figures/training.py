@@ -20,11 +20,7 @@ KINDS = {  # what a span of a timeline is -> (colour, hatch)
 
 
 def losses(series: Mapping[str, Sequence[float]], *, title: str = "Loss of the global batch") -> Picture:
-    """Loss against optimizer step, one line per method. Lines that coincide are told apart by their markers.
-
-    Raises:
-        ValueError: no series, or one without a value.
-    """
+    """Loss against optimizer step, one line per method. Lines that coincide are told apart by their markers."""
     empty = [name for name, values in series.items() if not len(values)]
     if empty or not series:
         raise ValueError(f"There is no loss to draw{f' for {empty[0]!r}' if empty else ''}: give at least one step.")
@@ -44,9 +40,6 @@ def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str) -> Picture:
 
     Args:
         spans_by_rank: for each rank, spans with ``kind``, ``start`` and ``end`` in seconds on one clock.
-
-    Raises:
-        ValueError: no span of a kind that is drawn.
     """
     ranks = len(spans_by_rank)
     if not any(span.kind in KINDS for spans in spans_by_rank for span in spans):
@@ -84,9 +77,6 @@ def throughput(ranks: Sequence[int], measured: Sequence[float], *, title: str) -
     Args:
         ranks: number of ranks.
         measured: tokens per second of all ranks together.
-
-    Raises:
-        ValueError: no ranks.
     """
     if not len(ranks) or min(ranks) < 1:
         raise ValueError(f"ranks={list(ranks)}: give the numbers of ranks that were measured, each 1 or more.")
@@ -102,11 +92,7 @@ def throughput(ranks: Sequence[int], measured: Sequence[float], *, title: str) -
 
 
 def bars(values: Mapping[str, float], *, ylabel: str, title: str) -> Picture:
-    """One labelled bar per name, with its figure on top.
-
-    Raises:
-        ValueError: no values.
-    """
+    """One labelled bar per name, with its figure on top."""
     if not values:
         raise ValueError("There is no bar to draw: give at least one name and value.")
     figure, (axis,) = new_figure(height=3.0)

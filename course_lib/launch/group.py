@@ -37,9 +37,6 @@ def choose_backend(ranks_here: int, backend: str | None = None) -> str:
     Args:
         ranks_here: ranks on this machine.
         backend: ``"nccl"``, ``"gloo"`` or ``None`` for the choice above.
-
-    Raises:
-        ValueError: an unknown backend, or NCCL with more ranks than GPUs.
     """
     import torch
 

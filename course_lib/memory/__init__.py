@@ -4,7 +4,7 @@ from course_lib.memory.breakdown import Breakdown
 from course_lib.memory.cards import CARDS, Card, card
 from course_lib.memory.compute import flops_per_token
 from course_lib.memory.estimate import estimate
-from course_lib.memory.fitting import largest_micro_batch, longest_sequence, methods_that_fit
+from course_lib.memory.fitting import largest_micro_batch, longest_sequence
 from course_lib.memory.presets import PRESETS, shape_of
 from course_lib.memory.shapes import Shape
 from course_lib.memory.states import state_bytes
@@ -20,7 +20,6 @@ __all__ = [
     "flops_per_token",
     "largest_micro_batch",
     "longest_sequence",
-    "methods_that_fit",
     "shape_of",
     "state_bytes",
 ]

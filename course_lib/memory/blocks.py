@@ -14,36 +14,7 @@ from functools import lru_cache
 
 from course_lib.memory.tape import Size, Tape, Tensor
 
-SYMBOLS = (
-    "N",
-    "Nh",
-    "Na",
-    "Nk",
-    "Nm",
-    "NH",
-    "NK",
-    "NV",
-    "Nr",
-    "NS",
-    "Wq",
-    "Wk",
-    "Wv",
-    "Wo",
-    "Wg",
-    "Wu",
-    "Wd",
-    "Wh",
-    "Lq",
-    "Lk",
-    "Lv",
-    "Lo",
-    "Lg",
-    "Lu",
-    "Ld",
-    "h",
-    "d",
-    "one",
-)
+SYMBOLS = tuple("N Nh Na Nk Nm NH NK NV Nr NS Wq Wk Wv Wo Wg Wu Wd Wh Lq Lk Lv Lo Lg Lu Ld h d one".split())
 WIDTH = {
     "q": ("Nh", "Na"),
     "k": ("Nh", "Nk"),
@@ -70,6 +41,7 @@ class Numerics:
         grouped: the attention kernel reads grouped keys and values as they are; False: they are repeated first.
         gated: SwiGLU; False: one matrix up, GELU, one down.
         layer_norm: LayerNorm in the place of RMSNorm.
+        fused_loss: output layer and loss are computed together, a chunk of the tokens at a time.
     """
 
     method: str = "full"
@@ -82,6 +54,7 @@ class Numerics:
     grouped: bool = True
     gated: bool = True
     layer_norm: bool = False
+    fused_loss: bool = False
 
 
 class _Writer:
@@ -223,6 +196,14 @@ def head(numerics: Numerics) -> tuple[Tape, Tensor]:
     x = Tensor("residual stream", {"Nh": n.stored})
     w.bytes[x] = n.stored
     y = w.cast(w.rms_norm(x), "Nh", n.compute)
+    if n.fused_loss:
+        # The gradients are there after forward: of the input, which is kept, and of the matrix. A chunk has about as many
+        # logits as the whole input has elements (Liger's choice), in the compute type and once more in fp32.
+        grad = {"Wh": n.stored} if train else {}
+        chunk = {"Nh": n.compute + 4}
+        done = w.op("gradient of the input", [y], "Nh", n.compute, weight_grad=grad, temporary=chunk)
+        w.op("loss", [done], "one", 4, saved=[done])
+        return w.tape, x
     logits = w.product("logits", y, "NV", "Wh") if train else w.op("logits", [y], "NV", n.compute)
     wide = w.cast(logits, "NV", 4)
     shares = w.op("log-softmax", [wide], "NV", 4, saves_out=True)

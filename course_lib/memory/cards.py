@@ -58,11 +58,7 @@ CARDS: dict[str, Card] = {
 
 
 def card(name: str | Card) -> Card:
-    """A card by its name ("a100-80gb"), or any card by its memory ("24GiB", "24GB": bf16 assumed, speed unknown).
-
-    Raises:
-        ValueError: neither a known card nor an amount; the nearest names are offered.
-    """
+    """A card by its name ("a100-80gb"), or any card by its memory ("24GiB", "24GB": bf16 assumed, speed unknown)."""
     if isinstance(name, Card):
         return name
     if not isinstance(name, str):
@@ -88,11 +84,7 @@ class Cards(NamedTuple):
 
 
 def read_cards(text: str) -> Cards:
-    """The cards behind 4x24GiB (4 cards), 4×24GiB, 2x8xh100 (2 machines of 8), a100-80gb (one), 2xcpu.
-
-    Raises:
-        ValueError: a count or a card that means nothing; the nearest cards are offered.
-    """
+    """The cards behind 4x24GiB (4 cards), 4×24GiB, 2x8xh100 (2 machines of 8), a100-80gb (one), 2xcpu."""
     if not isinstance(text, str):
         raise ValueError(f"gpus={text!r}: give cards such as '4x24GiB', '8xa100-80gb' or '2x8xh100' (2 machines).")
     *counts, name = re.split(r"\s*[xX×*]\s*", re.sub("(?i)rtx", "rt~", text.strip()))  # the x of rtx4090 parts nothing

@@ -42,9 +42,6 @@ def flops_per_token(
         recompute: what hardware does again in backward: "none", or "full", every block, the output layer not.
         causal: count the keys that a token may see, (s + 1) / 2 on average; False: all s, as both papers do.
         frozen: the weights get no gradient of their own, as under LoRA, whose small factors are left out.
-
-    Raises:
-        ValueError: an unknown choice, a length below 1.
     """
     pick("recompute", recompute, RECOMPUTE)
     positive(seq_len=seq_len)

@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from course_lib.memory.breakdown import Breakdown
 from course_lib.memory.cards import Card
 from course_lib.memory.phases import sizes, stage, step_breakdown
 from course_lib.memory.presets import shape_of
-from course_lib.memory.settings import BUCKET_ELEMENTS, RunSettings, check_card, check_sizes
+from course_lib.memory.settings import RunSettings, check_card, check_sizes
 from course_lib.memory.shapes import Shape
 
 
 def estimate(
-    model: str | Shape | dict[str, Any] | Any,
-    *,
-    method: str = "full",
-    precision: str = "bf16-mixed",
-    optimizer: str = "adamw",
-    strategy: str = "single",
-    ranks: int = 1,
-    tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
-    context_parallel: int = 1,
-    sequence_parallel: bool = False,
-    micro_batch_size: int = 1,
-    seq_len: int = 2048,
-    num_microbatches: int = 1,
-    virtual_stages: int = 1,
-    activation_checkpointing: str = "none",
-    attention: str = "flash",
-    offload: str = "none",
-    lora_rank: int = 16,
-    step: str = "fused",
-    device: str = "cuda",
-    card: str | Card | None = None,
-    reshard_after_forward: bool = True,
-    bucket_elements: int = BUCKET_ELEMENTS,
+    model: str | Shape | dict[str, Any] | Any, *, card: str | Card | None = None, **settings: Any
 ) -> Breakdown:
     """Bytes on the fullest GPU during a training step in its steady state (from the second step on).
 
     Which tensors exist, and for how long, is read off the code that runs: transformers' modelling code in eager mode
     under PyTorch's autograd, PEFT and bitsandbytes for the adapters, DeepSpeed and FSDP2 for the sharding. Compiled or
-    hand-fused kernels (a fused cross-entropy, Liger) need less.
+    hand-fused kernels need less.
 
     Args:
         model: a preset ("llama-3.1-8b"), a transformers configuration or model, or widths (a Shape or a mapping).
@@ -50,8 +28,10 @@ def estimate(
             with double quantization, the rest as in lora).
         precision: "bf16-mixed", "fp16-mixed": fp32 weights under autocast, for "zero*" and "fsdp" 16-bit weights with
             fp32 master copies; "bf16": everything in bf16; "fp32".
-        optimizer: "adamw" (two states in the weights' dtype), "adamw8bit", "paged_adamw8bit" (its states may move to the
-            host when memory is short: counted as not on the GPU; on a CPU it is adamw8bit), "sgd" (no momentum).
+        optimizer: "adamw" (two states in the weights' dtype); "adamw_bf16" (its two states in bf16, as torchtitan hands
+            them to the fused kernel); "adamw8bit"; "paged_adamw8bit" (its states may move to the host when memory is
+            short: counted as not on the GPU; on a CPU it is adamw8bit); "muon" (torch.optim.Muon, with one state in the
+            weights' dtype, for the blocks' matrices or LoRA's factors, and adamw for the rest); "sgd" (no momentum).
         strategy: how data-parallel ranks share the states; `ranks` is the number of data-parallel ranks.
         tensor_parallel, pipeline_parallel, context_parallel: ranks along these axes; the GPUs in all are their product
             with `ranks`. The fullest pipeline stage is reported, under the 1F1B schedule.
@@ -62,6 +42,8 @@ def estimate(
         activation_checkpointing: "full" keeps each block's input; "selective" also the outputs of matrix products and
             attention.
         attention: "flash" never writes the scores out; "eager" does.
+        loss: "eager" writes all logits out; "fused" computes output layer and loss together, a chunk of the tokens at a
+            time, as Liger, CCE and torch's linear_cross_entropy do.
         offload: "optimizer" (zero1, zero2, zero3): states and gradients on the host; "all" (zero3, fsdp): parameters as
             well. FSDP2 has nothing between "none" and "all".
         lora_rank: of each of the seven matrices of a block.
@@ -77,9 +59,6 @@ def estimate(
         bucket_elements: "zero1" to "zero3": reduce_bucket_size. DeepSpeed allocates such a bucket however small the model:
             its 500 million elements are 1 GB in 16 bits and 2 GB in fp32.
 
-    Raises:
-        ValueError: an unknown model or choice, sizes that do not divide, a rank of 0, bf16 on a card without it.
-
     Held against real steps: one device (tests/test_memory_measured.py), and two ranks under ddp, zero1, zero2, zero3 and
     fsdp (benchmarks/sharding.py): the peak within 5 %. With several micro-batches fsdp's gradients are whole on every
     rank until the last one, as under ``set_requires_gradient_sync(False)``. Frozen or offloaded weights under these
@@ -88,33 +67,24 @@ def estimate(
     Sources: ZeRO, arXiv:1910.02054 (states); Korthikanti et al., arXiv:2205.05198 (activations); QLoRA, arXiv:2305.14314
     (NF4); Zhao et al., arXiv:2304.11277, section 3.2.1 (gathered units).
     """
-    settings = RunSettings(
-        method=method,
-        precision=precision,
-        optimizer=optimizer,
-        strategy=strategy,
-        offload=offload,
-        step=step,
-        device=device,
-        activation_checkpointing=activation_checkpointing,
-        attention=attention,
-        lora_rank=lora_rank,
-        reshard_after_forward=reshard_after_forward,
-        bucket_elements=bucket_elements,
-        ranks=ranks,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        context_parallel=context_parallel,
-        sequence_parallel=sequence_parallel,
-        micro_batch_size=micro_batch_size,
-        seq_len=seq_len,
-        num_microbatches=num_microbatches,
-        virtual_stages=virtual_stages,
-    )
-    breakdown = breakdown_of(model if type(model) is Shape else shape_of(model), settings)
+    run = RunSettings(**settings)
+    breakdown = breakdown_of(model if type(model) is Shape else shape_of(model), run)
     if card is not None:
-        check_card(precision, card)
+        check_card(run.precision, card)
     return breakdown
+
+
+# The settings have one home, RunSettings; whoever asks for help, or makes options of a command of them, sees them here.
+_OWN = inspect.signature(estimate).parameters
+_SETTINGS = [
+    inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=RunSettings.__annotations__[name]
+    )
+    for name, default in RunSettings._field_defaults.items()
+]
+estimate.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [_OWN["model"], *_SETTINGS, _OWN["card"]], return_annotation=Breakdown
+)
 
 
 def breakdown_of(shape: Shape, settings: RunSettings) -> Breakdown:

@@ -1,20 +1,16 @@
-"""What fits: the largest micro-batch, the longest sequence, and the methods that a card can run."""
+"""What fits on a card: the largest micro-batch, the longest sequence."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-from course_lib.choices import CHOICES
 from course_lib.memory.cards import Card, card
 from course_lib.memory.estimate import estimate
 from course_lib.memory.presets import shape_of
 from course_lib.memory.shapes import Shape
 from course_lib.validation import check_counts, positive
-
-OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit")
 
 
 def largest_micro_batch(model: str | Shape | Any, memory: int | str | Card, **settings: Any) -> int:
@@ -23,9 +19,6 @@ def largest_micro_batch(model: str | Shape | Any, memory: int | str | Card, **se
     Args:
         memory: bytes on the GPU, or a card or its name ("a100-80gb", "24GiB"). CUDA's context comes out of it.
         settings: of `estimate`, all but `micro_batch_size`.
-
-    Raises:
-        ValueError: what `estimate` refuses, memory that is not above 0, a `micro_batch_size`.
     """
     if "micro_batch_size" in settings:
         raise ValueError("micro_batch_size is what is looked for: leave it out.")
@@ -42,7 +35,7 @@ def longest_sequence(
     With learned positions (GPT-2) never more than the table has. That a model *runs* at a length does not mean that it
     was trained for it.
 
-    Args, raises: as of `largest_micro_batch`, with `seq_len` in the place of `micro_batch_size`.
+    Args: as of `largest_micro_batch`, with `seq_len` in the place of `micro_batch_size`.
     """
     if "seq_len" in settings:
         raise ValueError("seq_len is what is looked for: leave it out.")
@@ -79,53 +72,3 @@ def _largest(fits: Callable[[int], bool], most: int | None = None) -> int:
         else:
             failing = middle
     return fitting
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to train, on one card.
-
-    Attributes:
-        method, activation_checkpointing, optimizer, precision: as of `estimate`.
-        peak: bytes that PyTorch allocates in the worst phase of the step, which is called `peak_phase`.
-        device: bytes that a card must have (see `Breakdown.device`). `fits`: this one has them.
-    """
-
-    method: str
-    activation_checkpointing: str
-    optimizer: str
-    precision: str
-    peak: int
-    peak_phase: str
-    device: int
-    fits: bool
-
-
-def methods_that_fit(
-    model: str | Shape | Any, on: str | Card, *, optimizers: Sequence[str] = OPTIMIZERS, **settings: Any
-) -> list[Way]:
-    """Every method x checkpointing x optimizer on one card, those that do not fit included, in the order of CHOICES.
-
-    Args:
-        on: a card or its name.
-        optimizers: those to try; SGD without momentum is left out unless asked for.
-        settings: of `estimate`, all but method, activation_checkpointing, optimizer. Without a precision: bf16-mixed, on a card
-            without bf16 fp16-mixed.
-
-    Raises:
-        ValueError: what `estimate` refuses: with offload, for instance, take ``optimizers=("adamw",)``.
-    """
-    for name in ("method", "activation_checkpointing", "optimizer"):
-        if name in settings:
-            raise ValueError(f"{name} is what the table goes through: leave it out.")
-    found, shape = card(on), shape_of(model)
-    settings = {"precision": "bf16-mixed" if found.bf16 else "fp16-mixed", "card": found} | settings
-    ways = []
-    for method in CHOICES["method"]:
-        for checkpointing in CHOICES["activation_checkpointing"]:
-            for optimizer in optimizers:
-                way = {"method": method, "activation_checkpointing": checkpointing, "optimizer": optimizer}
-                need = estimate(shape, **way, **settings)
-                fits = need.fits(found.memory)
-                ways.append(Way(*way.values(), settings["precision"], need.peak, need.peak_phase, need.device, fits))
-    return ways

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from course_lib.memory.blocks import SYMBOLS, Numerics, block, head
-from course_lib.memory.tape import Size, highest
+from course_lib.memory.tape import Moment, Size, highest
 
 
 @dataclass(frozen=True)
@@ -16,15 +16,20 @@ class Forms:
     """Rows of `matrix`, by what they are; the values of SYMBOLS, in elements, are the vector that it multiplies.
 
     The single rows, in this order: saved by a block, by the first block, by the head, of which logits; kept of a block by
-    full checkpointing, by selective checkpointing; a block's weight gradients. Then the phases, in slices.
+    full checkpointing, by selective checkpointing; a block's weight gradients. Then the phases, in slices; of those rows
+    `saved` and `weight_grads` hold what is kept for backward and what is a weight's gradient. `logits`: the most bytes that
+    one logit takes.
     """
 
     matrix: np.ndarray
+    saved: np.ndarray
+    weight_grads: np.ndarray
     forward: slice
     first_pass: slice
     backward: slice
     head_forward: slice
     head_backward: slice
+    logits: float
 
 
 NUM_SINGLE = 7
@@ -41,25 +46,32 @@ def forms(numerics: Numerics, grad_in: bool, accumulate: bool) -> Forms:
         body.saved(),
         first.saved(),
         {symbol: each for symbol, each in saved_by_head.items() if symbol != "NV"},
-        {"NV": saved_by_head["NV"]},
+        {"NV": saved_by_head.get("NV", 0)},
         dict(x.size),
         {symbol: x.size.get(symbol, 0) + body.kept().get(symbol, 0) for symbol in {*x.size, *body.kept()}},
         body.weight_grads(),
     ]
     assert len(rows) == NUM_SINGLE
-    slices = []
-    for sizes in (
-        body.forward_sizes(x),
-        body.forward_sizes(x, keep=False),
-        body.backward_sizes(accumulate=accumulate),
-        top.forward_sizes(y),
-        top.backward_sizes(accumulate=accumulate),
+    slices: list[slice] = []
+    parts = [Moment({}, {}, {})] * NUM_SINGLE
+    for moments in (
+        body.forward_moments(x),
+        body.forward_moments(x, keep=False),
+        body.backward_moments(accumulate=accumulate),
+        top.forward_moments(y),
+        top.backward_moments(accumulate=accumulate),
     ):
-        candidates = highest(sizes)
+        candidates = highest(moments)
         slices.append(slice(len(rows), len(rows) + len(candidates)))
-        rows.extend(candidates)
+        rows.extend(moment.total for moment in candidates)
+        parts.extend(candidates)
+    matrices = (_matrix(sizes) for sizes in (rows, [m.saved for m in parts], [m.weight_grads for m in parts]))
+    return Forms(*matrices, *slices, logits=max(moment.total.get("NV", 0) for moment in parts))
+
+
+def _matrix(rows: list[Size]) -> np.ndarray:
     matrix = np.zeros((len(rows), len(SYMBOLS)))
     for row, size in zip(matrix, rows, strict=True):
         for symbol, each in size.items():
             row[SYMBOLS.index(symbol)] = each
-    return Forms(matrix, *slices)
+    return matrix

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from course_lib.memory.blocks import SYMBOLS
-from course_lib.memory.breakdown import Breakdown
+from course_lib.memory.blocks import SYMBOLS, Numerics
+from course_lib.memory.breakdown import CATEGORIES, Breakdown
 from course_lib.memory.communication import Communication, communication
 from course_lib.memory.linear_forms import Forms, forms
 from course_lib.memory.parameters import count, held, local_factors, local_matrices
@@ -47,7 +47,7 @@ class Stage(NamedTuple):
 @lru_cache(maxsize=8192)
 def stage(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: bool, last: bool, accumulate: bool) -> Stage:
     """`accumulate`: gradients of earlier micro-batches are there already."""
-    numerics = replace(run.numerics, qk_norm=shape.qk_norm, gated=shape.gated, layer_norm=shape.norm_bias)
+    numerics = numerics_of(run, shape)
     # zero2 and zero3 move each gradient into a bucket, or to the host, as soon as it is there
     at_once = run.zero_stage > 1 or (run.zero_stage == 1 and run.offload != "none")
     adapters = count(held(shape, 1, shape.layers, True, True, run.rank).factors)
@@ -67,6 +67,11 @@ def stage(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: bool, 
     )
 
 
+def numerics_of(run: Run, shape: Shape) -> Numerics:
+    """What decides the tapes: the run's dtypes and the kind of the model's blocks."""
+    return replace(run.numerics, qk_norm=shape.qk_norm, gated=shape.gated, layer_norm=shape.norm_bias)
+
+
 def sizes(shape: Shape, settings: RunSettings, rank: int) -> Sizes:
     """`rank`: of LoRA's factors, 0 for none."""
     t, c, seq_len = settings.tensor_parallel, settings.context_parallel, settings.seq_len
@@ -79,7 +84,7 @@ def sizes(shape: Shape, settings: RunSettings, rank: int) -> Sizes:
     return Sizes(elements, tokens, seq_len // c, tokens * shape.hidden if split and t > 1 else 0)
 
 
-_SCORES = SYMBOLS.index("NS")
+_SCORES, _LOGITS = (SYMBOLS.index(symbol) for symbol in ("NS", "NV"))
 
 
 @lru_cache(maxsize=1024)
@@ -166,13 +171,57 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float) -> Breakdown:
         gradients=r.gradients,
         optimizer=r.optimizer,
         activations=int(activations + earlier),
-        logits=12 * tokens * shape.vocab // t if last else 0,
+        logits=int(f.logits * size.elements[_LOGITS]) if last else 0,
         buffers=int(r.buckets + r.outer_copy + 2 * r.block_copy + split + during.whole + casts),
         # a checkpoint holds cosines and sines as its arguments, not autograd
         kept=int(activations + casts_kept + (log_shares if last else 0) - (turns if again else 0)),
         peak=int(phases[peak_phase]),
         peak_phase=peak_phase,
         phases={name: int(value) for name, value in phases.items()},
+        at_peak=_at_peak(at, size, peak_phase, int(phases[peak_phase]), values, blocks, small, earlier),
         num_parameters=num_parameters,
         num_trainable=r.trainable,
     )
+
+
+def _at_peak(
+    at: Stage, size: Sizes, phase: str, peak: int, values: list[float], blocks: float, small: float, earlier: float
+) -> dict[str, int]:
+    """What the peak is made of, by CATEGORIES.
+
+    `blocks`: what all blocks save. `small`: what lies beside them. `earlier`: what earlier micro-batches have saved.
+    """
+    f, r, during = at.forms, at.resident, at.during
+    checkpointing = at.run.activation_checkpointing
+    kept_block = values[{"none": 0, "full": 4, "selective": 5}[checkpointing]]
+    below = blocks - kept_block + small
+    before = r.gradients if at.accumulate else 0  # gradients of earlier micro-batches
+    first_pass, body = f.forward, [f.backward]
+    if checkpointing != "none":
+        first_pass, body = f.first_pass, [f.backward, f.forward]
+    rows, saved, gradients = {
+        "forward of the last block": ([first_pass], below, before),
+        "the loss": ([f.head_forward], blocks + small, before),
+        "backward of the loss": ([f.head_backward], blocks + small, before),
+        "backward of the last block": (body, below, before + during.head),
+        "reduce-scatter of the last block": ([], below, before),
+        "backward of the first block": (body, small, before + during.head + (at.layers - 1) * during.block),
+        "gradient of the embedding": ([], 0, r.gradients),
+        "gradients reduced": ([], during.left * blocks + small, r.gradients),
+        "optimizer step": ([], -earlier, r.gradients),
+    }[phase]
+    saved, logits = saved + earlier, 0.0
+    places = [i for piece in rows for i in range(*piece.indices(len(values)))]
+    if places:
+        row = max(places, key=values.__getitem__)
+        logits = f.matrix[row, _LOGITS] * size.elements[_LOGITS]
+        saved += f.saved[row] @ size.elements - f.saved[row, _LOGITS] * size.elements[_LOGITS]
+        gradients += f.weight_grads[row] @ size.elements
+    if phase == "gradient of the embedding" and at.shape.tied and at.last:
+        gradients += (1 if at.run.numerics.autocast else 2) * r.embedding_gradient
+    parts = {"weights": r.weights, "optimizer state": r.optimizer}
+    left = peak - sum(parts.values())
+    for name, value in {"activations": saved, "logits and loss": logits, "gradients": gradients}.items():
+        parts[name] = min(max(int(value), 0), left)
+        left -= parts[name]
+    return {name: parts.get(name, left) for name in CATEGORIES}

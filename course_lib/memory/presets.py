@@ -107,11 +107,7 @@ PRESETS: dict[str, Shape] = _all()
 
 
 def shape_of(model: str | Shape | Mapping[str, Any] | Any) -> Shape:
-    """The shape behind a preset's name, a mapping of :class:`Shape`'s fields, or a transformers configuration or model.
-
-    Raises:
-        ValueError: a name that is no preset (the nearest are offered), or something that has no widths.
-    """
+    """The shape behind a preset's name, a mapping of :class:`Shape`'s fields, or a transformers configuration or model."""
     if isinstance(model, Shape):
         return model
     if isinstance(model, str):
@@ -135,11 +131,7 @@ def shape_of(model: str | Shape | Mapping[str, Any] | Any) -> Shape:
 
 
 def written_shape(text: str) -> Shape:
-    """The shape behind what a command line says: a preset's name, or widths written as layers=2,hidden=64,…
-
-    Raises:
-        ValueError: an unknown name, a width that is no number.
-    """
+    """The shape behind what a command line says: a preset's name, or widths written as layers=2,hidden=64,…"""
     if "=" not in text:
         return shape_of(text)
     widths: dict[str, Any] = {}

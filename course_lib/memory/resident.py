@@ -51,6 +51,9 @@ def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: boo
     block = (count(h.matrices) + count(h.vectors)) // layers
     outer, factors = count(h.outer), count(h.factors)
     trained = [*h.all_base()] if run.full else [*h.factors]
+    by_adam = trained
+    if run.optimizer == "muon":  # it takes matrices of the blocks, LoRA's factors are such; AdamW takes the rest
+        by_adam = [*h.vectors, *h.outer] if run.full else []
     trainable = count(trained)
     embedding = shape.vocab * shape.hidden // t
 
@@ -66,7 +69,7 @@ def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: boo
     gradients = run.gradient * trainable
     if "gradients" in run.shards:
         gradients = _share(gradients, ranks)
-    states = _states(run, trained, trainable)
+    states = _states(run, trained, by_adam)
     if run.shards:
         states = _share(states, ranks)
     if run.offload != "none":  # gradients follow the optimizer to the host
@@ -105,7 +108,7 @@ def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: boo
         outer_casts=casts * embedding if run.full and last else 0,
         # nothing before the first block is trained: the copies of A beside q, k and v serve no gradient of an input
         unused_casts=0 if run.full or not first else casts * 3 * run.rank * shape.hidden,
-        step=_temporary(run, trained, trainable, ranks),
+        step=max(_temporary(run, by_adam, ranks), _newton_schulz(run, shape)),
         whole=unsharded,
         share=_share(run.gradient * here, ranks),
         fp32_share=_share(4 * here, ranks),
@@ -117,31 +120,44 @@ def _factors_at_rest(run: Run) -> int:
     return 4 if run.strategy == "fsdp" and run.gradient == 4 else run.factors
 
 
-def _states(run: Run, trained: list[tuple[int, int]], trainable: int) -> int:
-    """Of the optimizer: two Adam states and a step counter a tensor; master copies."""
+def _states(run: Run, trained: list[tuple[int, int]], by_adam: list[tuple[int, int]]) -> int:
+    """Of the optimizer: two Adam states and a step counter a tensor, one state where Muon steps; master copies."""
     states = 0
-    if run.optimizer == "adamw":
-        states = 2 * run.state * trainable + 4 * sum(number for _, number in trained)
+    if run.optimizer in ("adamw", "adamw_bf16", "muon"):
+        states = run.state * (count(trained) + count(by_adam)) + 4 * sum(number for _, number in by_adam)
     elif run.optimizer == "adamw8bit" or (run.optimizer == "paged_adamw8bit" and run.device == "cpu"):
         tables = 2 * 4 * 256 if any(adam8bit_bytes(elements) != 8 * elements for elements, _ in trained) else 0
         states = sum(adam8bit_bytes(elements) * number for elements, number in trained) + tables
-    return states + run.master * trainable
+    return states + run.master * count(trained)
 
 
-def _temporary(run: Run, trained: list[tuple[int, int]], trainable: int, ranks: int) -> int:
-    """What the optimizer's step needs beside its states."""
+def _temporary(run: Run, by_adam: list[tuple[int, int]], ranks: int) -> int:
+    """What Adam's step needs beside its states."""
     if run.offload != "none" or run.optimizer == "sgd":
         return 0
-    largest = max((elements for elements, _ in trained), default=0)
-    if run.optimizer != "adamw":  # CUDA's kernel works in place; the CPU's unpacks one tensor at a time to fp32
+    largest = max((elements for elements, _ in by_adam), default=0)
+    if "8bit" in run.optimizer:  # CUDA's kernel works in place; the CPU's unpacks one tensor at a time to fp32
         return 5 * 4 * largest if run.device == "cpu" else 0
-    width = 4 if run.master else run.state
-    here = _share(trainable, ranks) if run.shards else trainable
+    here = _share(count(by_adam), ranks) if run.shards else count(by_adam)
     if run.zero_stage:
         largest = here  # one flat tensor
     elif run.strategy == "fsdp":
         largest = _share(largest, ranks)
-    return {"foreach": width * here, "loop": 2 * width * min(largest, here), "fused": 0}[run.step]
+    return {"foreach": run.state * here, "loop": 2 * run.state * min(largest, here), "fused": 0}[run.step]
+
+
+def _newton_schulz(run: Run, shape: Shape) -> int:
+    """What Muon's step needs beside its states. It goes through the matrices one by one, whatever `step` says.
+
+    The update in the gradient's dtype; in bf16 two iterates, and their products with themselves, square in the shorter
+    side. Of a sharded matrix DTensor gathers what each product needs: at most the whole, which is counted.
+    """
+    if run.optimizer != "muon":
+        return 0
+    pairs = list(shape.block_matrices.values())
+    if not run.full:
+        pairs = [(run.rank, side) for pair in pairs for side in pair]
+    return max((run.state + 2 * 2) * rows * columns + 2 * 2 * min(rows, columns) ** 2 for rows, columns in pairs)
 
 
 def _share(value: int, parts: int) -> int:

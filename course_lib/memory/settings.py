@@ -32,6 +32,7 @@ class RunSettings(NamedTuple):
     device: str = "cuda"
     activation_checkpointing: str = "none"
     attention: str = "flash"
+    loss: str = "eager"
     lora_rank: int = 16
     reshard_after_forward: bool = True
     bucket_elements: int = BUCKET_ELEMENTS
@@ -47,15 +48,15 @@ class RunSettings(NamedTuple):
 
     @property
     def run(self) -> Run:
-        """The settings that do not depend on sizes and ranks, with what follows from them.
-
-        Raises:
-            ValueError: an unknown choice, or choices that no program runs together.
-        """
+        """The settings that do not depend on sizes and ranks, with what follows from them."""
         try:
-            return _run(*self[:12])
+            return _run(*self[:_CHOICES])
         except TypeError:  # a list, say, which no cache can look up
             raise ValueError("Choices are names and lora_rank a number, each a single value, not a list.") from None
+
+
+_CHOICES = RunSettings._fields.index("ranks")  # fields before it depend neither on sizes nor on ranks
+_COUNTS = [name for name in RunSettings._fields[_CHOICES:] if name != "sequence_parallel"]
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, which is quick: equal settings get the same one
@@ -66,7 +67,7 @@ class Run:
         stored, factors: weights that are not quantized; LoRA's factors.
         at_rest: weights between steps (FSDP's shards are fp32 where it computes in 16 bits).
         master: fp32 copies of trained weights beside them.
-        state: one of Adam's two moments.
+        state: one of Adam's two moments, or Muon's momentum.
         gradient: a gradient at rest.
         scaled: fp16 needs loss scaling.
     """
@@ -106,79 +107,54 @@ class Run:
 
 
 @lru_cache(maxsize=4096)
-def _run(
-    method: str,
-    precision: str,
-    optimizer: str,
-    strategy: str,
-    offload: str,
-    step: str,
-    device: str,
-    activation_checkpointing: str,
-    attention: str,
-    lora_rank: int,
-    reshard_after_forward: bool,
-    bucket_elements: int,
-) -> Run:
-    for name, value in (
-        ("method", method),
-        ("precision", precision),
-        ("optimizer", optimizer),
-        ("strategy", strategy),
-        ("offload", offload),
-        ("activation_checkpointing", activation_checkpointing),
-        ("attention", attention),
-        ("step", step),
-        ("device", device),
-    ):
-        check_choice(name, value)
-    if method != "full":
-        check_counts(lora_rank=lora_rank)
-    check_combination(method=method, optimizer=optimizer, strategy=strategy, offload=offload)
-    check_counts(bucket_elements=bucket_elements)
-    if type(reshard_after_forward) is not bool:
-        raise ValueError(f"reshard_after_forward={reshard_after_forward!r}: give True or False.")
-    deepspeed, sharding = STRATEGIES[strategy].zero_stage > 0, bool(STRATEGIES[strategy].shards)
-    mixed, full = precision.endswith("mixed"), method == "full"
-    compute = 4 if precision == "fp32" else 2
+def _run(*choices: str | bool | int) -> Run:
+    s = RunSettings(*choices)
+    for name in RunSettings._fields[:_CHOICES]:
+        if isinstance(RunSettings._field_defaults[name], str):
+            check_choice(name, getattr(s, name))
+    full = s.method == "full"
+    if not full:
+        check_counts(lora_rank=s.lora_rank)
+    check_combination(method=s.method, optimizer=s.optimizer, strategy=s.strategy, offload=s.offload)
+    check_counts(bucket_elements=s.bucket_elements)
+    if type(s.reshard_after_forward) is not bool:
+        raise ValueError(f"reshard_after_forward={s.reshard_after_forward!r}: give True or False.")
+    deepspeed, sharding = STRATEGIES[s.strategy].zero_stage > 0, bool(STRATEGIES[s.strategy].shards)
+    mixed, fsdp = s.precision.endswith("mixed"), s.strategy == "fsdp"
+    compute = 4 if s.precision == "fp32" else 2
     autocast = mixed and not sharding
-    stored = 4 if precision == "fp32" or (autocast and full) else 2
-    factors = 4 if precision == "fp32" or autocast else 2
+    stored = 4 if compute == 4 or (autocast and full) else 2
+    factors = 4 if compute == 4 or autocast else 2
     at_rest, master = stored, 0
     if sharding and mixed:
-        at_rest, master = (4, 0) if strategy == "fsdp" and full else (2, 4)
+        at_rest, master = (4, 0) if fsdp and full else (2, 4)
     elif deepspeed:
         master = 4  # DeepSpeed copies its partition in fp32 whatever its dtype
-    if strategy == "fsdp":
+    if fsdp:
         master = 0  # the shards are the master copy
+    same = {name: getattr(s, name) for name in RunSettings._fields if name in Run.__dataclass_fields__}
     return Run(
-        method=method,
-        optimizer=optimizer,
-        strategy=strategy,
-        offload=offload,
-        step=step,
-        device=device,
-        activation_checkpointing=activation_checkpointing,
-        rank=0 if full else lora_rank,
-        numerics=Numerics(method, compute, stored, factors, autocast, attention == "eager"),
+        **same,
+        rank=0 if full else s.lora_rank,
+        numerics=Numerics(
+            s.method, compute, stored, factors, autocast, s.attention == "eager", fused_loss=s.loss == "fused"
+        ),
         stored=stored,
         factors=factors,
         at_rest=at_rest,
         master=master,
-        state=2 if precision == "bf16" and not deepspeed else 4,  # DeepSpeed's belong to fp32 copies
-        gradient=4 if strategy == "fsdp" and mixed else (stored if full else factors),
-        scaled=precision == "fp16-mixed",
-        reshard_after_forward=reshard_after_forward,
-        bucket_elements=bucket_elements,
+        # DeepSpeed's belong to fp32 copies
+        state=2 if s.optimizer == "adamw_bf16" or (s.precision == "bf16" and not deepspeed) else 4,
+        gradient=4 if fsdp and mixed else (stored if full else factors),
+        scaled=s.precision == "fp16-mixed",
     )
 
 
 def check_sizes(shape: Shape, settings: RunSettings) -> None:
     """Check numbers of ranks, batch and length, and that the model divides as asked. Raises ValueError."""
-    counts = settings[12:16] + settings[17:]
+    counts = [getattr(settings, name) for name in _COUNTS]
     if not all(type(count) is int and count > 0 for count in counts):
-        names = RunSettings._fields[12:16] + RunSettings._fields[17:]
-        check_counts(**dict(zip(names, counts, strict=True)))
+        check_counts(**dict(zip(_COUNTS, counts, strict=True)))
     if type(settings.sequence_parallel) is not bool:
         raise ValueError(f"sequence_parallel={settings.sequence_parallel!r}: give True or False.")
     check_length(shape, settings.seq_len)

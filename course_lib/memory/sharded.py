@@ -66,9 +66,6 @@ def resident_bytes(
         kept beyond the slice, because zero1 and zero2 keep whole each tensor that a slice's border cuts), "host" (bytes
         on the host, where there is another place to be).
 
-    Raises:
-        ValueError: an unknown choice, choices that do not go together, a rank that is not there.
-
     >>> resident_bytes([[(3, 4)]], strategy="zero1", ranks=2)["optimizer_state"]  # 2 moments of 6 elements, one counter
     52
     """

@@ -27,9 +27,6 @@ def state_bytes(
         stage: ZeRO's: 0 shares nothing, 1 the states, 2 the gradients too, 3 the weights too.
         weights, gradients, states: bytes a parameter; 2, 2, 12 is the paper's mixed-precision Adam.
 
-    Raises:
-        ValueError: a stage other than 0 to 3, a count below 1.
-
     Source: Rajbhandari et al., arXiv:1910.02054, figure 1 and table 1.
     """
     positive(parameters=parameters, ranks=ranks)

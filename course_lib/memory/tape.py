@@ -11,6 +11,7 @@ its backward has run, a gradient lives until it has been used, and where two gra
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 Size = dict[str, float]
 
@@ -71,6 +72,18 @@ class Op:
     holds: list[Tensor] = field(default_factory=list)
 
 
+class Moment(NamedTuple):
+    """Sizes in sight at one operation: saved for backward, gradients of weights, and what only passes through."""
+
+    saved: Size
+    weight_grads: Size
+    passing: Size
+
+    @property
+    def total(self) -> Size:
+        return plus(*self)
+
+
 class Tape:
     """Records operations in the order of the forward pass.
 
@@ -115,41 +128,43 @@ class Tape:
         """Nothing where no gradient will come by."""
         return set(op.saved) if op.out.wants_grad else set()
 
-    def forward_sizes(self, given: Tensor, *, keep: bool = True) -> list[Size]:
-        """Sizes in sight after each operation, the input `given` counted, what lies outside the tape not.
+    def forward_moments(self, given: Tensor, *, keep: bool = True) -> list[Moment]:
+        """What is in sight after each operation, the input `given` counted, what lies outside the tape not.
 
         `keep` False: nothing is saved for backward (the first pass of a checkpointed block).
         """
         last_use = {tensor: i for i, op in enumerate(self.ops) for tensor in (*op.inputs, *op.holds)}
         saved = self._saved_tensors() if keep else {}
         alive = {given}
-        sizes = []
+        moments = []
         for i, op in enumerate(self.ops):
             alive.add(op.out)
-            sizes.append(plus(*(t.size for t in alive), op.temporary))
+            there, passing = (plus(*(t.size for t in alive if (t in saved) is kept)) for kept in (True, False))
+            moments.append(Moment(there, {}, plus(passing, op.temporary)))
             alive = {t for t in alive if last_use.get(t, len(self.ops)) > i or t in saved}
-        return sizes
+        return moments
 
-    def backward_sizes(self, *, accumulate: bool = False) -> list[Size]:
-        """Sizes in sight during the backward pass: what is still saved, gradients in flight, weights' gradients.
+    def backward_moments(self, *, accumulate: bool = False) -> list[Moment]:
+        """What is in sight during the backward pass: what is still saved, weights' gradients, gradients in flight.
 
         `accumulate`: a gradient is there already from an earlier micro-batch (not counted here): the new one is added to
         it and gone.
         """
         users = self._saved_tensors()
-        alive: dict[object, Size] = {tensor: tensor.size for tensor in users}
+        alive = {tensor: tensor.size for tensor in users}
+        weight_grads: Size = {}
         grads: dict[Tensor, Size] = {self.ops[-1].out: self.ops[-1].out.grad_size}
-        sizes = []
+        moments = []
         for op in reversed(self.ops):
             grad_out = grads.get(op.out, {})
             wanted = [tensor for tensor in dict.fromkeys(op.inputs) if tensor.wants_grad]
             # an addition hands the very gradient on that it got, unless the other input has another dtype
             made = {t: {} if op.passes_through and t.size == op.out.size else t.grad_size for t in wanted}
-            if op.weight_grad:
-                alive[op] = op.weight_grad
-            sizes.append(plus(*alive.values(), *grads.values(), *made.values(), op.backward_temporary))
-            if accumulate:
-                alive.pop(op, None)
+            there = plus(weight_grads, op.weight_grad)
+            passing = plus(*grads.values(), *made.values(), op.backward_temporary)
+            moments.append(Moment(plus(*alive.values()), there, passing))
+            if not accumulate:
+                weight_grads = there
             grads.pop(op.out, None)
             for tensor, size in made.items():
                 if not size:
@@ -159,15 +174,15 @@ class Tape:
                 users[tensor] -= 1
                 if not users[tensor]:
                     del alive[tensor]
-        return sizes
+        return moments
 
 
-def highest(sizes: list[Size]) -> list[Size]:
-    """The sizes that can be the largest for some widths: those that no other one reaches in every symbol."""
-    best: list[Size] = []
-    for size in sizes:
-        if not any(_reaches(other, size) for other in best):
-            best = [other for other in best if not _reaches(size, other)] + [size]
+def highest(moments: list[Moment]) -> list[Moment]:
+    """The moments that can be the largest for some widths: those that no other one reaches in every symbol."""
+    best: list[Moment] = []
+    for moment in moments:
+        if not any(_reaches(other.total, moment.total) for other in best):
+            best = [other for other in best if not _reaches(moment.total, other.total)] + [moment]
     return best
 
 

@@ -32,11 +32,7 @@ class Tensor(NamedTuple):
 def as_tensors(
     units: Sequence[Sequence[Tensor | Sequence[int]]], trainable: Sequence[Sequence[bool]] | None = None
 ) -> list[Tensor]:
-    """All parameters in one list. `trainable` says for each one whether it is trained, and overrules the tensors.
-
-    Raises:
-        ValueError: no units, something that is no shape, `trainable` of another form than the units.
-    """
+    """All parameters in one list. `trainable` says for each one whether it is trained, and overrules the tensors."""
     if not units:
         raise ValueError(
             "units is empty: give the shapes of the parameters, a list for each unit (units_of makes them)."
@@ -70,9 +66,6 @@ def units_of(
         method: of a shape: "full"; "lora": frozen weights, and two factors of `lora_rank` beside each matrix of a block;
             "qlora": those matrices in NF4, two weights a byte.
         element: of a shape under "qlora", bytes an element of the packed matrices (their quant_storage).
-
-    Raises:
-        ValueError: an unknown method or model.
     """
     if hasattr(model, "named_parameters"):
         return _of_module(model)

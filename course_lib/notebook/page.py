@@ -32,11 +32,7 @@ class Page:
 
 
 def show(thing: ModuleType | FunctionType | type) -> Page:
-    """The source of a module, function or class, folded, in the page.
-
-    Raises:
-        ValueError: something that has no Python source.
-    """
+    """The source of a module, function or class, folded, in the page."""
     from pygments import highlight
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import PythonLexer
@@ -54,11 +50,7 @@ def show(thing: ModuleType | FunctionType | type) -> Page:
 
 
 def table(rows: Sequence[dict[str, Any]], *, caption: str = "") -> Page:
-    """Rows of equal keys as a table; numbers aligned right, thousands separated.
-
-    Raises:
-        ValueError: no rows.
-    """
+    """Rows of equal keys as a table; numbers aligned right, thousands separated."""
     if not rows:
         raise ValueError("A table needs at least one row.")
     keys = list(rows[0])

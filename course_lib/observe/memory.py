@@ -30,6 +30,7 @@ from course_lib.observe.collectives import around_calls, pause_after_waiting
 if TYPE_CHECKING:
     import torch
 
+CLOCK_SLACK = 20_000  # ns by which the profiler's clock and Python's may differ
 IN_BACKEND = "in a backend's call"  # the profiler's label for it
 _last: dict[str, int] = {}  # what the last probe of this process has found; a rank hands it over as run.memory
 
@@ -281,6 +282,7 @@ class AllocatorLog:
         self.events: list[Allocation] = []
         self.copies: set[int] = set()
         self._alive: dict[int, Allocation] = {}  # address -> block
+        self._lives: dict[int, list[Allocation]] = {}  # address -> the blocks that lay there, in order
         self._gone: list[tuple[int, int, int, int]] = []  # (when, address, 0, since when it was watched)
         self._watches = []
         for storage in map(storage_of, older):
@@ -293,6 +295,12 @@ class AllocatorLog:
     def _add(self, block: Allocation, address: int) -> None:
         self.events.append(block)
         self._alive[address] = block
+        self._lives.setdefault(address, []).append(block)
+
+    def block_at(self, time_ns: int, address: int) -> int | None:
+        """The id of the block that lay at this address at this time, once the recording is over."""
+        at = time_ns - self._began + CLOCK_SLACK
+        return max((block.id for block in self._lives.get(address, ()) if block.at <= at), default=None)
 
     def _watch(self, storage: torch.UntypedStorage, since: int) -> None:
         self._watches.append(weakref.finalize(storage, self._note_end, storage.data_ptr(), since))

@@ -98,9 +98,6 @@ def observe(
         model, optimizer: whose bytes to count; leave both out for times alone.
         probe: counts instead, for a model that needs a probe of its own (`course_lib.observe.holdings`).
         measured_step: index of the one step during which memory is measured (slower; its time is not reported).
-
-    Raises:
-        ValueError: ``measured_step`` below 0.
     """
     if measured_step < 0:
         raise ValueError(f"measured_step={measured_step}: give the index of a step, 0 for the first.")

@@ -23,9 +23,6 @@ class Grid:
         dp, pp, tp, cp: ranks along each axis; 1 leaves it out.
         order: "tp fastest", "cp fastest", "dp fastest" or "pp fastest": the axis along which ranks count up first; the
             others keep their order.
-
-    Raises:
-        ValueError: an axis below 1, or an order that does not exist.
     """
 
     dp: int = 1

@@ -49,9 +49,6 @@ def orders(schedule: str, stages: int, num_microbatches: int, virtual_stages: in
         stages: ranks in the pipeline.
         num_microbatches: in one optimizer step.
         virtual_stages: stages that each rank holds: at least 2 for "interleaved", 1 for the others.
-
-    Raises:
-        ValueError: an unknown schedule, or numbers that it cannot work with.
     """
     check_schedule(schedule, stages, num_microbatches, virtual_stages)
     if schedule == "naive":
@@ -119,9 +116,6 @@ def ideal_bubble(schedule: str, stages: int, num_microbatches: int, virtual_stag
     ============= =====================
 
     Idle time over *busy* time, as some papers give it, is (p - 1) / m for the second line.
-
-    Raises:
-        ValueError: as `orders`.
     """
     check_schedule(schedule, stages, num_microbatches, virtual_stages)
     work = {"naive": 1, "interleaved": virtual_stages * num_microbatches, "zero_bubble": 3 * num_microbatches}

@@ -44,9 +44,6 @@ def timeline(events: Iterable[Sequence], ranks: int | None = None) -> Timeline:
     Args:
         events: `Event`s, or sequences of the same six values.
         ranks: in the pipeline; as many as the events name by default.
-
-    Raises:
-        ValueError: no events.
     """
     ran = sorted((Event(*event) for event in events), key=lambda event: (event.start, event.rank))
     if not ran:
@@ -89,10 +86,6 @@ def simulate(
             takes `backward` + `weight`.
         send: seconds from the end of an action to where its result is on another rank; ranks do not wait for it to leave.
         memory_limit: the most micro-batches that a rank may hold at a time (counted as in `Timeline.in_flight`).
-
-    Raises:
-        ValueError: an action that is no action, runs twice, is missing, can never start, or passes `memory_limit`;
-            one sentence that names it and its rank.
     """
     for name, value in (("forward", forward), ("backward", backward), ("weight", weight), ("send", send)):
         if value < 0:

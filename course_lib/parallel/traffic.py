@@ -82,9 +82,6 @@ def tensor_parallel(
         seq_len: tokens a sequence, s; with context parallelism those of one context-parallel rank.
         element: bytes of an activation: 2 in bf16 and fp16, 4 in fp32.
         sequence_parallel, vocab_parallel: as above.
-
-    Raises:
-        ValueError: numbers below 1, heads or kv heads that do not divide, a sequence that cannot be cut.
     """
     check_counts(tp=tp, micro_batch_size=micro_batch_size, seq_len=seq_len, element=element)
     widths = Widths(shape.heads, shape.kv_heads, shape.intermediate, shape.heads)  # vocabularies are padded
@@ -130,9 +127,6 @@ def pipeline(
     its part of the sequence. pp v stages have pp v - 1 borders, each crossed once forward and once backward; a rank in
     the middle sends 2 v messages for a micro-batch, and of two ranks each sends 2 v - 1. Receiving goes on at the same
     time. Not counted: the all-reduce between first and last stage of a tied embedding's gradients, once a step.
-
-    Raises:
-        ValueError: numbers below 1, more stages than layers, a sequence that cannot be cut.
     """
     check_counts(
         pp=pp,
@@ -178,9 +172,6 @@ def data_parallel(
         num_parameters: N: those of one rank of the tensor- and pipeline-parallel grid.
         element: bytes of a parameter as it travels.
         grad_element: bytes of a gradient as it travels.
-
-    Raises:
-        ValueError: an unknown strategy; numbers below 1.
     """
     check_counts(dp=dp, element=element, grad_element=grad_element)
     pick("strategy", strategy, [name for name in STRATEGIES if name != "single"])
@@ -217,9 +208,6 @@ def context_parallel(
     Args:
         seq_len: tokens of the whole sequence, s.
         tp: tensor-parallel ranks, which hold kv_heads / tp kv heads each, and one at least.
-
-    Raises:
-        ValueError: numbers below 1, a sequence that cannot be cut.
     """
     check_counts(cp=cp, micro_batch_size=micro_batch_size, seq_len=seq_len, tp=tp, element=element)
     if seq_len % cp:

@@ -4,11 +4,7 @@ from course_lib.validation import check_counts
 
 
 def micro_batch_size(*, steps: int, global_batch: int, ranks: int = 1, gradient_accumulation_steps: int = 1) -> int:
-    """Sequences that one rank trains on at a time.
-
-    Raises:
-        ValueError: no steps, or a batch that does not divide into ranks times micro-batches.
-    """
+    """Sequences that one rank trains on at a time."""
     check_counts(
         steps=steps,
         global_batch=global_batch,

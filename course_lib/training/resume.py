@@ -20,9 +20,6 @@ def load_newest(checkpoint_dir: str, data: dict[str, int], **target: Any) -> int
         checkpoint_dir: folder of checkpoints.
         data: what decides the order of the data; it was saved as the checkpoint's `extra`.
         target: `model` and `optimizer`, or `engine`, as in `course_lib.checkpoints.load`.
-
-    Raises:
-        ValueError: the checkpoint was trained on another order of the data.
     """
     from course_lib.checkpoints import latest, load  # few runs need them
 

@@ -30,9 +30,6 @@ def train(
         lr: AdamW's learning rate.
         gradient_accumulation_steps: micro-batches into which the batch is cut, one after another.
         seed: of the weights and of the order of the data.
-
-    Raises:
-        ValueError: no steps, or the batch does not divide into the micro-batches.
     """
     micro_batch_size(steps=steps, global_batch=global_batch, gradient_accumulation_steps=gradient_accumulation_steps)
     device = "cuda" if torch.cuda.is_available() else "cpu"

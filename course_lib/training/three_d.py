@@ -70,11 +70,6 @@ def train(
         In ``extra``: coordinates (of this rank), axes (axis -> the ranks of this rank's group along it), stage_layers
         (numbers of the blocks it holds), local_elements and total_elements (numbers it holds, and of the whole model),
         placements (how the first block's q_proj lies, as text), shapes (of this weight: whole and local).
-
-    Raises:
-        ValueError: a grid that does not multiply to the ranks; more stages than layers; heads, kv heads or vocabulary
-            that do not divide over tp; a batch that does not divide into dp x num_microbatches; an unknown schedule; a
-            pipeline of a model whose output layer is its embedding.
     """
     pick("schedule", schedule, SCHEDULES)
     grid = Grid(dp=dp, pp=pp, tp=tp).check(dist.get_world_size())

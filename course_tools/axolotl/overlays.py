@@ -13,11 +13,7 @@ from course_tools.axolotl.check.yaml_lines import loaded, text_of
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the mapping in a YAML file; an empty file is an empty mapping.
-
-    Raises:
-        ValueError: the file is missing, does not parse (line and column are named), or holds no mapping.
-    """
+    """Read the mapping in a YAML file; an empty file is an empty mapping."""
     _, values = loaded(text_of(Path(path)), path)
     return values or {}
 
@@ -46,9 +42,6 @@ def merged(
         base: a YAML file, or its mapping.
         overlays: the same, each laid over what stands so far.
         changes: top-level keys; ``None`` removes a key.
-
-    Raises:
-        ValueError: as `read`.
     """
     result: dict[str, Any] = {}
     for layer in (base, *overlays, changes):

@@ -136,11 +136,7 @@ def _train(config: str) -> None:
 
 
 def preprocess(config: Config, *, timeout: float = 120.0) -> Path:
-    """``axolotl preprocess CONFIG``: tokenize (and pack) the data once, on one process; returns where it lies.
-
-    Raises:
-        ValueError: a YAML that cannot be read, or that names no `dataset_prepared_path`; RankFailed: Axolotl refused.
-    """
+    """``axolotl preprocess CONFIG``: tokenize (and pack) the data once, on one process; returns where it lies."""
     folder = merged(config).get("dataset_prepared_path")
     if not folder:
         raise ValueError("The YAML names no dataset_prepared_path, so the prepared data would be lost: give a folder.")
@@ -149,11 +145,7 @@ def preprocess(config: Config, *, timeout: float = 120.0) -> Path:
 
 
 def merge_lora(config: Config, *, timeout: float = 120.0) -> Path:
-    """``axolotl merge-lora CONFIG``: the adapter of `output_dir` added to its base model; returns the merged folder.
-
-    Raises:
-        ValueError: a YAML that cannot be read, or `output_dir` holds no adapter; RankFailed: Axolotl refused.
-    """
+    """``axolotl merge-lora CONFIG``: the adapter of `output_dir` added to its base model; returns the merged folder."""
     adapter = Path(merged(config).get("output_dir") or "")
     if not (adapter / "adapter_config.json").is_file():
         raise ValueError(f"{adapter} holds no adapter_config.json: train with adapter: lora first.")
@@ -162,11 +154,7 @@ def merge_lora(config: Config, *, timeout: float = 120.0) -> Path:
 
 
 def inference(config: Config, prompt: str, *, base_model: str | os.PathLike[str], timeout: float = 120.0) -> str:
-    """``axolotl inference CONFIG``: what the model of the folder `base_model` answers; returns what Axolotl printed.
-
-    Raises:
-        ValueError: a YAML that cannot be read, or an empty prompt; RankFailed: Axolotl refused.
-    """
+    """``axolotl inference CONFIG``: what the model of the folder `base_model` answers; returns what Axolotl printed."""
     if not prompt.strip():
         raise ValueError("Give a prompt: Axolotl's inference ends at an empty one.")
     whole = merged(config, adapter=None, load_in_4bit=None, base_model=os.fspath(base_model))

@@ -45,11 +45,7 @@ SIZES = {
 
 
 def files(job: Job, folder: str) -> dict[str, str]:
-    """Write ``job.yml``.
-
-    Raises:
-        ValueError: no image; a config outside `code`; cards that no known size of machine has in that number.
-    """
+    """Write ``job.yml``."""
     return {FILE: to_yaml(command_job(job, folder), f"{job.summary}\n{command(job, folder)}")}
 
 
@@ -99,11 +95,7 @@ def refuse_expressions(job: Job) -> None:
 
 
 def size(job: Job) -> str:
-    """Return the machine that has these cards in this number.
-
-    Raises:
-        ValueError: none is known; those with another number of these cards are named.
-    """
+    """Return the machine that has these cards in this number."""
     if "instance_type" in job.options:
         return job.options["instance_type"]
     if (job.gpu, job.gpus_per_node) in SIZES:

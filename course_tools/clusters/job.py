@@ -42,9 +42,6 @@ class Job:
         notice: seconds of warning before a time limit or a preemption ends the run.
         code: the folder that Azure ML and SkyPilot send along, and which holds `config`.
         options: settings of one target only (`course_tools.clusters.options_of`), such as {"partition": "gpu"}.
-
-    Raises:
-        ValueError: one sentence on the first setting that means nothing.
     """
 
     name: str
@@ -122,11 +119,7 @@ class Job:
 
     @property
     def config_in_code(self) -> str | None:
-        """Where the config lies inside the folder `code`, which is sent to the machines.
-
-        Raises:
-            ValueError: it lies outside, so no machine could read it.
-        """
+        """Where the config lies inside the folder `code`, which is sent to the machines."""
         if self.config is None:
             return None
         inside = Path(os.path.relpath(self.config, self.code))

@@ -27,11 +27,7 @@ OPTIONS = {
 
 
 def files(job: Job, folder: str) -> dict[str, str]:
-    """Write ``runtime.yaml`` and ``trainjob.yaml``, and ``config.yaml`` for an Axolotl YAML.
-
-    Raises:
-        ValueError: no image is named.
-    """
+    """Write ``runtime.yaml`` and ``trainjob.yaml``, and ``config.yaml`` for an Axolotl YAML."""
     if job.image is None:
         raise ValueError("image is missing: name the container image that Kubernetes is to run.")
     result = {"runtime.yaml": to_yaml(runtime(job), f"{job.summary}\nHow one machine of it looks.")}

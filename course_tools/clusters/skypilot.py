@@ -43,11 +43,7 @@ ACCELERATORS = {
 
 
 def files(job: Job, folder: str) -> dict[str, str]:
-    """Write ``task.yaml``.
-
-    Raises:
-        ValueError: no bucket; a config outside `code`; `use_spot` that is neither yes nor no.
-    """
+    """Write ``task.yaml``."""
     return {FILE: to_yaml(task(job), f"{job.summary}\n{command(job, folder)}")}
 
 

@@ -73,11 +73,7 @@ exit "$code"
 
 
 def files(job: Job, folder: str) -> dict[str, str]:
-    """Write ``job.sbatch``.
-
-    Raises:
-        ValueError: an image, which plain Slurm does not run; or `requeues` is no number.
-    """
+    """Write ``job.sbatch``."""
     if job.image is not None:
         raise ValueError(f"image={job.image!r}: plain Slurm runs no containers; load the environment in setup=[...].")
     requeues = job.options.get("requeues", "10")

@@ -28,11 +28,7 @@ exec {{ agent | wrapped }}
 
 
 def files(job: Job, folder: str) -> dict[str, str]:
-    """Write ``launch.sh``, the same on every machine; they find each other at the first one's address.
-
-    Raises:
-        ValueError: an image, for this script starts no container; or `port` is no port.
-    """
+    """Write ``launch.sh``, the same on every machine; they find each other at the first one's address."""
     if job.image is not None:
         raise ValueError(
             f"image={job.image!r}: this script starts no container; type it inside one, or use setup=[...]."

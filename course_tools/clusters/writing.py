@@ -24,11 +24,7 @@ class Written(NamedTuple):
 
 
 def options_of(target: str) -> dict[str, str]:
-    """Return the options of a target and what each is for.
-
-    Raises:
-        ValueError: no such target; the nearest one is offered.
-    """
+    """Return the options of a target and what each is for."""
     pick("target", target, TARGETS)
     return dict(_MODULES[target].OPTIONS)
 
@@ -40,10 +36,6 @@ def launch_files(job: Job, target: str, folder: str | os.PathLike[str] = ".") ->
         job: the run.
         target: one of `TARGETS`.
         folder: where the files will lie, as seen from the folder of the code: some of them name it.
-
-    Raises:
-        ValueError: an unknown target or option (the nearest known one is offered), or something that this target
-            cannot do with this job.
     """
     return _module(job, target).files(job, _folder_text(folder))
 
@@ -54,11 +46,7 @@ def start_command(job: Job, target: str, folder: str | os.PathLike[str] = ".") -
 
 
 def write(job: Job, target: str, folder: str | os.PathLike[str]) -> Written:
-    """Write the files into `folder`, which is made if need be.
-
-    Raises:
-        ValueError: as `launch_files`; or `folder` is a file.
-    """
+    """Write the files into `folder`, which is made if need be."""
     files = {Path(folder) / name: text for name, text in launch_files(job, target, folder).items()}
     if Path(folder).is_file():
         raise ValueError(f"folder={str(folder)!r} is a file: name a folder for the launch files.")

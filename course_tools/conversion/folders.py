@@ -130,9 +130,6 @@ def seal(folder: str | os.PathLike[str], *, tp: int, pp: int, layout: str = "hug
     """Write the manifest of shards that a training run wrote (or trained on) in ``folder``, beside its config.json.
 
     Names and shapes are compared with the configuration's first. Returns the manifest's path.
-
-    Raises:
-        ValueError: what does not fit (CheckpointError for a missing or damaged file); the folder stays as it was.
     """
     source = Path(folder)
     architecture = read_architecture(source)

@@ -36,9 +36,6 @@ class Watchdog:
         start_within: seconds until a rank that never wrote a beat is reported.
         name: of the run, put before each sentence that is posted.
         messenger: options of the webhook's `Messenger`: timeout (seconds), attempts, back_off (seconds).
-
-    Raises:
-        ValueError: ranks or seconds make no sense, or the webhook is no URL.
     """
 
     def __init__(

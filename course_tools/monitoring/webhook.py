@@ -68,9 +68,6 @@ class Messenger:
         url: the webhook.
         tell: called with one sentence when a message could not be delivered.
         timeout, attempts, back_off: see above; an answer of 4xx is final, except for 408 and 429.
-
-    Raises:
-        ValueError: ``url`` is no URL.
     """
 
     def __init__(

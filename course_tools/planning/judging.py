@@ -74,9 +74,6 @@ def check_settings(
         variant: micro_batch_size, virtual_stages, activation_checkpointing, sequence_parallel where they are given; what
             is not is chosen.
 
-    Raises:
-        ValueError: an unknown name, a number below 1.
-
     >>> print(check_settings("gpt3-175b", "49x8xa100-40gb", global_batch=1536, seq_len=2048, strategy="zero1", dp=2, pp=49, tp=2))
     """
     check_choice("strategy", strategy)

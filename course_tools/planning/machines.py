@@ -84,9 +84,6 @@ def machines(
         inner, outer, outer_links, host_memory: fields of `Machines`, where they differ from what such cards usually
             come with (``WIRING``; host memory 4 times that of the cards).
 
-    Raises:
-        ValueError: a count, a card or a link that means nothing; the nearest are offered.
-
     >>> str(machines("2x8xh100-80gb"))
     '2 x 8 x h100-80gb'
     """

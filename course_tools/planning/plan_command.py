@@ -189,11 +189,7 @@ def _offer(answer: Answer, given: argparse.Namespace) -> list[str]:
 
 
 def _written(answer: Answer, given: argparse.Namespace) -> list[str]:
-    """Write the best plan that the target can run; a line for each that it cannot, and for what was written.
-
-    Raises:
-        ValueError: none of the plans shown can be written for it.
-    """
+    """Write the best plan that the target can run; a line for each that it cannot, and for what was written."""
     lines = []
     for number, one in enumerate(answer.plans, 1):
         reason = why_not(one, given.write, base_model=given.base_model)

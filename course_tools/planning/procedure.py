@@ -82,9 +82,6 @@ def procedure(
     Args:
         strategy: how data-parallel ranks share, as of `plan`; the talk that tells the procedure uses ZeRO-1.
         choices: global_batch, seq_len, precision, attention, tokens, constants as of `plan`.
-
-    Raises:
-        ValueError: what `plan` refuses. NoPlan: no configuration that the procedure tries fits.
     """
     asked = question(model, cluster, methods=(method,), strategies=(strategy,), **choices)
     walk = _Walk(asked, method, strategy)

@@ -87,11 +87,7 @@ def run(plan: Plan, *, ranks: int | None = None, steps: int = 3) -> Result:
 
 
 def one_rank(result: Result) -> list[float]:
-    """The losses of the same full training on one rank, without any splitting: what a small run's must equal.
-
-    Raises:
-        ValueError: the small run trained adapters, or answers to questions: other data, another model.
-    """
+    """The losses of the same full training on one rank, without any splitting: what a small run's must equal."""
     given = result.arguments
     if given.get("method", "full") != "full" or "global_batch" not in given:
         raise ValueError(
@@ -103,11 +99,7 @@ def one_rank(result: Result) -> list[float]:
 
 
 def shrunk(plan: Plan, ranks: int | None = None) -> Plan:
-    """The plan for the tiny Llama on at most `ranks` CPU ranks. Its memory and times are still those of the large one.
-
-    Raises:
-        ValueError: ranks that make no sense.
-    """
+    """The plan for the tiny Llama on at most `ranks` CPU ranks. Its memory and times are still those of the large one."""
     most = MOST_RANKS if ranks is None else ranks
     if type(most) is not int or not 1 <= most <= MOST_RANKS:
         raise ValueError(f"ranks={ranks!r}: give 1 to {MOST_RANKS}, the most that one machine is asked to carry here.")

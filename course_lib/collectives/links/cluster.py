@@ -22,9 +22,6 @@ class Cluster:
         outer: ONE network link of a node, or the key of a preset.
         outer_links: network links of a node, shared by its GPUs (a DGX has one for each of its 8 GPUs, a cloud machine
             often one for all).
-
-    Raises:
-        ValueError: a number below 1, an unknown link.
     """
 
     gpus: int
@@ -60,9 +57,6 @@ class Cluster:
         Args:
             collective: "all_reduce", "reduce_scatter", "all_gather", "all_to_all".
             num_bytes: the payload, as in ``ring_seconds``.
-
-        Raises:
-            ValueError: another collective, bytes below 0.
         """
         pick("collective", collective, HIERARCHICAL)
         check_payload(num_bytes)
@@ -91,9 +85,6 @@ class Cluster:
 
         Every step waits for its slowest hop: with several nodes that is the network, one link of it. Libraries run
         several rings at once where a node has several network links.
-
-        Raises:
-            ValueError: a collective that has no ring, bytes below 0.
         """
         slowest = self.outer if self.nodes > 1 else self.inner
         return ring_seconds(collective, self.ranks, num_bytes, slowest)

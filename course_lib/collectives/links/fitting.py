@@ -68,9 +68,6 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
     Args:
         sizes: payloads in bytes, each above 0; a size may come more than once.
         seconds: of each.
-
-    Raises:
-        ValueError: fewer than two different sizes, lengths that differ, a number that is not above 0.
     """
     if len(sizes) != len(seconds):
         raise ValueError(f"There are {len(sizes)} sizes and {len(seconds)} times: give one time for each size.")

@@ -16,9 +16,6 @@ class Link:
         latency: seconds that a message costs whatever its size (alpha).
         bandwidth: bytes/s in ONE direction (1 / beta). Data sheets of NVLink print both directions together.
         source: where the two figures come from.
-
-    Raises:
-        ValueError: a latency below 0, a bandwidth that is not above 0.
     """
 
     name: str
@@ -86,11 +83,7 @@ LINKS: dict[str, Link] = {
 
 
 def link(name: str | Link) -> Link:
-    """The preset of that key; a ``Link`` passes through.
-
-    Raises:
-        ValueError: an unknown key (the nearest is offered).
-    """
+    """The preset of that key; a ``Link`` passes through."""
     if isinstance(name, Link):
         return name
     pick("link", name, list(LINKS))

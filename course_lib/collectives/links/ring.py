@@ -27,9 +27,6 @@ def ring_seconds(collective: str, ranks: int, num_bytes: float, over: str | Link
         collective: one of ``ROUNDS``.
         num_bytes: the payload, bytes, in nccl-tests' sense (see ``algorithm_bandwidth``). 0 costs the messages alone.
         over: a link, or the key of a preset.
-
-    Raises:
-        ValueError: a collective that has no ring, ranks below 1, bytes below 0, an unknown link.
     """
     wire = link(over)
     pick("collective", collective, list(ROUNDS))
@@ -52,20 +49,13 @@ def algorithm_bandwidth(num_bytes: float, seconds: float) -> float:
         num_bytes: the payload in nccl-tests' sense: the whole array of all_reduce, broadcast and reduce, the whole
             gathered array of all_gather, the whole array before it is scattered of reduce_scatter, all that one rank
             sends, itself included, of all_to_all.
-
-    Raises:
-        ValueError: a number that is not above 0.
     """
     positive(num_bytes=num_bytes, seconds=seconds)
     return num_bytes / seconds
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth: it makes the speed independent of the number of ranks.
-
-    Raises:
-        ValueError: an unknown collective (the nearest is offered), or fewer than one rank.
-    """
+    """Bus bandwidth over algorithm bandwidth: it makes the speed independent of the number of ranks."""
     known = (*BUS_FACTORS, "broadcast", "reduce", "all_reduce_in_network")
     pick("collective", collective, known)
     check_counts(ranks=ranks)

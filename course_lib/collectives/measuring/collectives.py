@@ -66,9 +66,6 @@ class Curve:
 
         Args:
             sizes: payloads to fit on, as they stand in ``self.sizes``; ``None`` for all.
-
-        Raises:
-            ValueError: a size that was not measured, fewer than two.
         """
         for size in sizes or ():
             pick("size", size, self.sizes)

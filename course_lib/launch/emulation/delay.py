@@ -34,9 +34,6 @@ def through_the_link(model: Model) -> Model:
 
     Returns:
         the model.
-
-    Raises:
-        ValueError: not a ``DistributedDataParallel``.
     """
     from torch.nn.parallel import DistributedDataParallel
 

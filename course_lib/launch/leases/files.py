@@ -80,11 +80,7 @@ def _reserve(descriptor: int) -> None:
 
 
 def gpus_in(folder: str) -> int | None:
-    """The GPUs of the pool in ``folder``; None where there is no pool yet.
-
-    Raises:
-        ValueError: the pool is damaged, on a network file system, or its folder may not be read.
-    """
+    """The GPUs of the pool in ``folder``; None where there is no pool yet."""
     try:
         names = set(os.listdir(folder))
         if DOOR not in names:

@@ -14,11 +14,7 @@ NETWORK = ("nfs", "cifs", "smb", "fuse.", "lustre", "beegfs", "gpfs", "ceph", "g
 
 
 def count_gpus() -> int:
-    """The GPUs of this machine: what BEYOND_ONE_GPU_GPUS says, else what `nvidia-smi -L` lists.
-
-    Raises:
-        ValueError: there are none, or the variable is no number.
-    """
+    """The GPUs of this machine: what BEYOND_ONE_GPU_GPUS says, else what `nvidia-smi -L` lists."""
     value = os.environ.get(COUNT_VARIABLE, "")
     if value:
         if not value.isdecimal() or not 1 <= int(value) <= 64:

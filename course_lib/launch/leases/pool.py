@@ -19,9 +19,6 @@ class Pool(PoolState):
         folder: of this machine (not of a network file system), the same for the whole class. Where there is none yet, the
             first lease makes it; `gpus init` does so beforehand, so that it belongs to the instructor.
         gpus: how many there are; None for as many as the folder was made for, or else as the machine has.
-
-    Raises:
-        ValueError: ``gpus`` is no number of GPUs.
     """
 
     def lease(

@@ -43,7 +43,8 @@ def panel(controls: Mapping[str, Any], draw: Callable[..., str]) -> ipywidgets.V
         control.observe(redraw, "value")
     redraw()
     listed = list(controls.values())
-    return with_fallback([w.HBox([w.VBox(listed[:5]), w.VBox(listed[5:])]), shown], shown.value)
+    half = -(-len(listed) // 2)
+    return with_fallback([w.HBox([w.VBox(listed[:half]), w.VBox(listed[half:])]), shown], shown.value)
 
 
 def with_fallback(children: Sequence[Any], page: str) -> ipywidgets.VBox:

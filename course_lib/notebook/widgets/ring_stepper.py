@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 def ring_stepper(ranks: int = 4) -> ipywidgets.VBox:
-    """A slider from the start to the last of the 2(n-1) steps, and the chunks as they are then.
-
-    Raises:
-        ValueError: fewer than 2 ranks, or more than 8 (too many chunks for a page).
-    """
+    """A slider from the start to the last of the 2(n-1) steps, and the chunks as they are then."""
     import ipywidgets as w
 
     if not 2 <= ranks <= 8:

@@ -45,9 +45,6 @@ def train(
         sync_every_micro_batch: leave out ``no_sync``: the same losses for that many times the traffic.
         seed: of the weights and of the order of the data.
         save_to: file for rank 0 to save the weights in; empty to save nothing.
-
-    Raises:
-        ValueError: no steps, or the batch does not divide into ranks times micro-batches.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     micro_batch_size(

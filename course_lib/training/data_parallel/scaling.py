@@ -67,9 +67,6 @@ def scaling(
         adapters: train LoRA adapters of rank 2 instead of all weights.
         seq_len: tokens of a micro-batch on a host.
         how: "namespaces", "delay" or None, as in ``emulated_hosts``.
-
-    Raises:
-        ValueError: steps below 3, numbers out of range, an unknown link.
     """
     positive(compute_seconds=compute_seconds, seq_len=seq_len, gradient_accumulation_steps=gradient_accumulation_steps)
     if steps < 3:

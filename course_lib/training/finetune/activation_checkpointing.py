@@ -29,15 +29,17 @@ _ATTENTION = tuple(
 
 def set_checkpointing(model: Any, kind: str) -> None:
     """Checkpoint every block of a transformers model (also one in PEFT's wrapper) the "none", "selective" or "full" way."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    # renamed within transformers 5; the old names warn where there are new ones
+    prefix = "activation" if hasattr(base, "activation_checkpointing_enable") else "gradient"
     if kind == "none":
+        if getattr(base, f"is_{prefix}_checkpointing"):
+            getattr(base, f"{prefix}_checkpointing_disable")()
         return
     how: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         how["context_fn"] = partial(create_selective_checkpoint_contexts, keep_what_was_dear)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    # renamed within transformers 5; the old name warns where there is a new one
-    enable = getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable
-    enable(how)
+    getattr(base, f"{prefix}_checkpointing_enable")(how)
     # transformers has now made the embedding's output ask for a gradient, which reentrant checkpointing needs (it trains
     # nothing in a block whose input asks for none, and with LoRA no input does). The kind used here looks at the
     # weights inside the block, so that gradient would be computed for nobody.

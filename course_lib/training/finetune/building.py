@@ -236,7 +236,8 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], name: str, lr: flo
 
     "adamw" is fused, so a step needs no temporary tensors. The 8-bit ones keep fp32 states for tensors below 4,096
     numbers, bitsandbytes' own exception. "paged_adamw8bit" has its states in memory that CUDA moves to the host when the
-    card is full; on a CPU it is "adamw8bit". "sgd" has no state. Raises ValueError for another name.
+    card is full; on a CPU it is "adamw8bit". "sgd" has no state. Raises ValueError for another name, of those that the
+    memory model alone knows, too.
     """
     check_choice("optimizer", name)
     parameters = list(parameters)
@@ -244,6 +245,8 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], name: str, lr: flo
         return torch.optim.AdamW(parameters, lr=lr, fused=True)
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=lr)
+    if "8bit" not in name:
+        raise ValueError(f"optimizer={name!r}: the memory model knows it, but no program here builds it: take adamw.")
     import bitsandbytes
 
     if name == "paged_adamw8bit":

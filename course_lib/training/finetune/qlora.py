@@ -62,9 +62,6 @@ def train(
     Returns:
         Losses a token, and in `extra`: held_out_before, held_out_after, trainable (parameters), precision,
         quantization_constants (bytes that NF4 needs besides `memory["parameters"]`).
-
-    Raises:
-        ValueError: no steps, no pair that fits, or a choice that does not exist or fit this device.
     """
     check_counts(
         steps=steps,

@@ -74,9 +74,6 @@ def train(
         one whose memory is measured left out; bubble, of these. And of this rank in_flight (the most micro-batches whose
         activations it held; what one of v virtual stages holds counts 1/v), activation_bytes (the most that autograd kept; 0 of a
         single step), stage_layers, local_elements (of its parameters).
-
-    Raises:
-        ValueError: choices that do not exist, or do not fit each other, the batch, the layers or the ranks.
     """
     rank, stages = dist.get_rank(), dist.get_world_size()
     check(schedule, implementation, stages, num_microbatches, virtual_stages, layers, pace)

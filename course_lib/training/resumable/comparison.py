@@ -63,9 +63,6 @@ def compare_resume(before: Any, after: Any) -> list[str]:
 
     Returns:
         One sentence a difference, the first cause first. Causes come before what follows from them.
-
-    Raises:
-        ValueError: a run without a record; ``after`` was never resumed; no step that both have done.
     """
     old, new = read_record(before), read_record(after)
     at = new.resumed_at

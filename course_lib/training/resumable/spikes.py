@@ -56,9 +56,6 @@ class SpikeDetector:
         floor: least deviation, as a share of the median: nearly equal losses make no alarm of a tiny rise.
         grace: losses to see before the first alarm.
         norm_factor: how many medians a gradient norm may reach.
-
-    Raises:
-        ValueError: a setting that cannot be.
     """
 
     def __init__(

@@ -50,10 +50,6 @@ def train(
         In ``extra``: coordinates ("dp", "cp"), positions (runs of this rank as [first, last + 1]), scores (query-key
         pairs that this rank computes for one head of one sequence, one figure a step of the ring), tokens (of this rank
         in one step).
-
-    Raises:
-        ValueError: ranks that do not divide into dp groups, sequences that do not divide into runs, a batch that does
-            not divide into dp, or a sequence longer than the model's 512 tokens.
     """
     ranks = dist.get_world_size()
     if dp < 1 or ranks % dp:

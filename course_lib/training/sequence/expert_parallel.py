@@ -49,9 +49,6 @@ def train(
         list a block), tokens_received (of the last step, a list a block: rows that came here, by the rank they came
         from), routed_bytes (one figure a step: what the routing made this rank send to others), local_elements,
         total_elements, expert_elements (numbers on this rank, of the whole model, and of them in experts).
-
-    Raises:
-        ValueError: experts that do not divide over the ranks, a top_k beyond the experts, a batch that does not divide.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     check_choice(experts, top_k)

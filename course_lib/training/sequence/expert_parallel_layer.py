@@ -67,9 +67,6 @@ class MixtureOfExperts(nn.Module):
     Attributes:
         own: numbers of the experts that live on this rank: all of them until `spread`.
         routing: of the last forward pass.
-
-    Raises:
-        ValueError: a top_k that is not from 1 to the number of experts.
     """
 
     def __init__(self, hidden: int, intermediate: int, *, experts: int, top_k: int) -> None:
@@ -84,11 +81,7 @@ class MixtureOfExperts(nn.Module):
         self.routing: Routing | None = None
 
     def spread(self, group: dist.ProcessGroup) -> MixtureOfExperts:
-        """Keep this rank's experts alone; the router stays whole on every rank.
-
-        Raises:
-            ValueError: experts that do not divide over the group's ranks.
-        """
+        """Keep this rank's experts alone; the router stays whole on every rank."""
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
         check_spread(self.num_experts, self.ranks)
         each = self.num_experts // self.ranks

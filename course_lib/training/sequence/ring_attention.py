@@ -21,11 +21,7 @@ LAYOUTS = ("zigzag", "contiguous")
 
 
 def runs(rank: int, ranks: int, seq_len: int, layout: str = "zigzag") -> list[range]:
-    """The positions of the sequence that a rank holds, as runs of neighbours in rising order.
-
-    Raises:
-        ValueError: a layout that does not exist, or a sequence that does not divide into the runs.
-    """
+    """The positions of the sequence that a rank holds, as runs of neighbours in rising order."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: choose one of {', '.join(LAYOUTS)}.")
     count = 2 * ranks if layout == "zigzag" else ranks
@@ -88,9 +84,6 @@ def ring_attention(
 
     Returns:
         (batch, heads, tokens of this rank, width).
-
-    Raises:
-        ValueError: heads that are no multiple of kv heads, or what `runs` refuses.
     """
     heads, kv_heads = query.shape[1], key.shape[1]
     if heads % kv_heads:

@@ -76,9 +76,6 @@ def shard(
         offload: shards, gradients and moments live on the host, and come to the device when they are needed.
         wrap: "block", or "whole" for one unit of everything.
         prefetch: units whose all_gather starts ahead of need; 0 leaves it to FSDP2 (one ahead in the backward pass).
-
-    Raises:
-        ValueError: a choice that does not exist or does not fit the mesh.
     """
     check_choice("precision", precision)
     pick("wrap", wrap, WRAPS)

@@ -57,9 +57,6 @@ def zero_config(
             a layer of a large model; a model that is smaller is gathered whole, once a step, and never let go of between
             forward and backward.
         compiled: take DeepSpeed's own Adam, which it compiles on first use; else PyTorch's.
-
-    Raises:
-        ValueError: a value that does not exist, or does not go with the others.
     """
     pick("offload", offload, OFFLOADS)
     pick("precision", precision, PRECISIONS)
@@ -108,9 +105,6 @@ def without_compiling(config: Config) -> Config:
     """The same training with PyTorch's Adam and ordinary memory, so that DeepSpeed compiles nothing: for ranks on CPUs.
 
     DeepSpeed's fused Adam takes minutes to compile on first use, and page-locked memory serves copies to a GPU only.
-
-    Raises:
-        ValueError: an optimizer that PyTorch has no twin of.
     """
     config = copy.deepcopy(config)
     optimizer, zero = config.get("optimizer"), config.get("zero_optimization")
@@ -131,11 +125,7 @@ def without_compiling(config: Config) -> Config:
 
 
 def read_config(path: str | Path) -> Config:
-    """A configuration from a file.
-
-    Raises:
-        ValueError: no such file, not JSON (with line and column), or no object.
-    """
+    """A configuration from a file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -165,11 +155,7 @@ def _kind(value: Any) -> str:
 
 
 def batch_sizes(config: Config, *, ranks: int) -> tuple[int, int, int]:
-    """(global batch, micro-batch, accumulation); what is missing follows from the others, as in DeepSpeed.
-
-    Raises:
-        ValueError: they disagree, or too little is given.
-    """
+    """(global batch, micro-batch, accumulation); what is missing follows from the others, as in DeepSpeed."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     for name in names:
         value = config.get(name)

@@ -14,9 +14,6 @@ def check_split(config: Any, ranks: int, *, seq_len: int = 0, sequence_parallel:
         config: a transformers config, such as ``model.config``.
         ranks: tensor-parallel ranks.
         seq_len: tokens a sequence, which sequence parallelism splits, too; 0 if not known yet.
-
-    Raises:
-        ValueError: a number that does not divide; which, and what would.
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if reason := why_not_tensor_parallel(Widths(heads, kv_heads, config.intermediate_size, config.vocab_size), ranks):

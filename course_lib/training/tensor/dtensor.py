@@ -44,9 +44,6 @@ def shard_tensors(
             whole model, not for stages that hand plain tensors on.
         gather_logits: True gives every rank all the logits as a plain tensor, for any loss; False leaves them cut by
             vocabulary, for ``torch.distributed.tensor.parallel.loss_parallel``.
-
-    Raises:
-        ValueError: heads, kv heads, MLP or vocabulary that do not divide over the mesh.
     """
     check_split(model.config, mesh.size())
     parallelize_module(model, mesh, plan(model, sequence_parallel=sequence_parallel, gather_logits=gather_logits))

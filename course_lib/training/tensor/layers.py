@@ -29,9 +29,6 @@ class ColumnParallelLinear(nn.Module):
         group: the n ranks.
         sequence_parallel: the input is (batch, s / n, in), this rank's part of the sequence.
         enter: False leaves f out, where the caller has called it once for several layers with the same input.
-
-    Raises:
-        ValueError: outputs that do not divide over the ranks.
     """
 
     def __init__(
@@ -54,9 +51,6 @@ class RowParallelLinear(nn.Module):
     Args:
         whole, group: as above.
         sequence_parallel: the output is (batch, s / n, out), this rank's part of the sequence.
-
-    Raises:
-        ValueError: inputs that do not divide over the ranks.
     """
 
     def __init__(self, whole: nn.Linear, group: dist.ProcessGroup, *, sequence_parallel: bool = False) -> None:
@@ -79,9 +73,6 @@ class VocabParallelEmbedding(nn.Module):
     Args:
         whole, group: as above.
         sequence_parallel: the output is (batch, s / n, hidden).
-
-    Raises:
-        ValueError: rows that do not divide over the ranks.
     """
 
     def __init__(self, whole: nn.Embedding, group: dist.ProcessGroup, *, sequence_parallel: bool = False) -> None:

@@ -53,9 +53,6 @@ def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, gro
         logits: (..., vocabulary / n), rank r's being those of tokens r * vocabulary / n and following.
         labels: (...), int64, whole and equal on every rank.
         group: the n tensor-parallel ranks.
-
-    Raises:
-        ValueError: logits and labels of different shapes.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(

@@ -79,9 +79,6 @@ class TensorParallelLlama(nn.Module):
         group: the n tensor-parallel ranks; all of them get the same batch.
         sequence_parallel: between attention and MLP a rank holds s / n tokens of the hidden states; call
             `sum_partial_gradients` after the backward pass.
-
-    Raises:
-        ValueError: heads, kv heads, MLP or vocabulary that do not divide over the ranks.
     """
 
     def __init__(self, whole: Any, group: dist.ProcessGroup, *, sequence_parallel: bool = False) -> None:

@@ -54,9 +54,6 @@ def train(
     Returns:
         In ``extra``: total_elements of the model's parameters, local_elements of them on this rank, and
         collectives_per_step: kind -> (how many, bytes that this rank put into them), counted in the first step.
-
-    Raises:
-        ValueError: an unknown implementation, or heads, kv heads, MLP, vocabulary or sequence that do not divide.
     """
     world_size = dist.get_world_size()
     pick("implementation", implementation, IMPLEMENTATIONS)

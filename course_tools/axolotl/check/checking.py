@@ -54,9 +54,6 @@ def check(
         gpus: the cards: 4x24GiB, 8xa100-80gb, 2x8xh100 (2 machines of 8), 2xcpu; None says nothing about cards.
         validate: ask Axolotl's validator; without it misspelt keys and wrong types are not found.
         folder: the working directory of the run, from which Axolotl reads relative paths.
-
-    Raises:
-        ValueError: a file that cannot be read or is no YAML (line and column), cards that do not exist.
     """
     document = Document.of(path_or_values) if isinstance(path_or_values, Mapping) else read_yaml(path_or_values)
     cards = None if gpus is None else cluster(gpus)

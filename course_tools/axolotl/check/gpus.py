@@ -36,11 +36,7 @@ class Cluster:
 
 
 def cluster(text: str | Cluster) -> Cluster:
-    """The cluster behind 4x24GiB (4 cards), 4×24GiB, 2x8xh100 (2 machines of 8), a100-80gb (one), 2xcpu.
-
-    Raises:
-        ValueError: a count or a card that means nothing; the nearest cards are offered.
-    """
+    """The cluster behind 4x24GiB (4 cards), 4×24GiB, 2x8xh100 (2 machines of 8), a100-80gb (one), 2xcpu."""
     if isinstance(text, Cluster):
         return text
     found = read_cards(text)

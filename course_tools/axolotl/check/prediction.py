@@ -117,11 +117,7 @@ def fp32_outer(settings: Settings, shape: Shape, chosen: dict[str, Any]) -> int:
 
 
 def model_shape(settings: Settings) -> Shape:
-    """The widths of base_model: a folder with config.json, or a well-known model by its name on the hub.
-
-    Raises:
-        ValueError: neither, or an architecture that the memory model does not know.
-    """
+    """The widths of base_model: a folder with config.json, or a well-known model by its name on the hub."""
     name = settings.get("base_model")
     if not isinstance(name, str) or not name:
         raise ValueError("No base_model, no memory.")
@@ -168,11 +164,7 @@ def _from_folder(folder: Path, name: str) -> Shape:
 
 
 def choices(settings: Settings) -> dict[str, Any]:
-    """The settings of `estimate` that a YAML amounts to, micro_batch_size left out.
-
-    Raises:
-        ValueError: something that the memory model does not know.
-    """
+    """The settings of `estimate` that a YAML amounts to, micro_batch_size left out."""
     adapter, strategy = settings.adapter, settings.strategy
     if adapter not in ("", "lora", "qlora"):
         raise ValueError(f"The memory model does not know the adapter {adapter!r}.")

@@ -57,11 +57,7 @@ class Document:
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Document:
-    """A YAML file with the line of each key.
-
-    Raises:
-        ValueError: it cannot be read or does not parse (line and column), it is empty, or it holds no mapping.
-    """
+    """A YAML file with the line of each key."""
     place = Path(path)
     return parse(text_of(place), place)
 
@@ -98,11 +94,7 @@ def parse(text: str, path: Path | None = None) -> Document:
 
 
 def loaded(text: str, name: Any) -> tuple[yaml.Node | None, dict[str, Any] | None]:
-    """A YAML text's node and its mapping, None where it is empty; `name` says in an error which one it was.
-
-    Raises:
-        ValueError: it does not parse (line and column), or it holds no mapping.
-    """
+    """A YAML text's node and its mapping, None where it is empty; `name` says in an error which one it was."""
     try:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()

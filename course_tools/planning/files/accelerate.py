@@ -21,11 +21,7 @@ PORT = 29500
 
 
 def files(plan: Plan, base_model: str | None) -> dict[str, str]:
-    """``accelerate.yaml``; what a launcher cannot know (micro-batch, checkpointing) stands in its comment.
-
-    Raises:
-        ValueError: the plan splits the layers, checkpoints selectively, or its ranks fill no whole machines.
-    """
+    """``accelerate.yaml``; what a launcher cannot know (micro-batch, checkpointing) stands in its comment."""
     refuse_axes(plan, "This launcher's configuration", "tp", "pp", "cp")
     nodes, _ = layout(plan)
     values: dict[str, Any] = {

@@ -15,11 +15,7 @@ FILE = "ds_config.json"
 
 
 def files(plan: Plan, base_model: str | None) -> dict[str, str]:
-    """``ds_config.json`` without an optimizer: the program brings its own, with its learning rate.
-
-    Raises:
-        ValueError: the plan is not ZeRO, or splits the layers as well.
-    """
+    """``ds_config.json`` without an optimizer: the program brings its own, with its learning rate."""
     return {FILE: json.dumps(config(plan), indent=2) + "\n"}
 
 

@@ -41,11 +41,7 @@ def shard(model):
 
 
 def files(plan: Plan, base_model: str | None) -> dict[str, str]:
-    """``fsdp_plan.py`` with one function, ``shard(model)``, which runs without the course but for selective checkpointing.
-
-    Raises:
-        ValueError: the plan's strategy is not fsdp, or it splits the layers as well.
-    """
+    """``fsdp_plan.py`` with one function, ``shard(model)``, which runs without the course but for selective checkpointing."""
     if plan.strategy != "fsdp":
         raise Refused(f"This file is FSDP2, and the plan's strategy is {plan.strategy!r}")
     refuse_axes(plan, "This file", "tp", "pp", "cp")

@@ -31,9 +31,6 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
         plan: any plan of the planner.
         model: "tiny", or what ``course_lib.models.load`` takes, for the programs that train other models too.
         steps: optimizer steps.
-
-    Raises:
-        ValueError: no program of the course runs such a plan; the words say why (`writing.files` adds what does).
     """
     given: dict[str, Any] = {"steps": steps, "global_batch": plan.global_batch, "seq_len": plan.seq_len}
     if reason := why_not(strategy=plan.strategy, offload=plan.offload):

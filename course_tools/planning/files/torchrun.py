@@ -17,11 +17,7 @@ PORT = 29500
 
 
 def files(plan: Plan, base_model: str | None) -> dict[str, str]:
-    """``torchrun.sh``, the same on every machine; options typed after it go on to the training program, and win.
-
-    Raises:
-        ValueError: no program of the course runs such a plan, or its ranks fill no whole machines.
-    """
+    """``torchrun.sh``, the same on every machine; options typed after it go on to the training program, and win."""
     nodes, per_node = layout(plan)
     name = base_model or hub_id(plan) or "tiny"
     module, arguments = program_of(plan, model=name)

@@ -32,10 +32,6 @@ def files(plan: Plan, target: str, *, base_model: str | None = None) -> dict[str
         plan: of `course_tools.planning`.
         target: one of `TARGETS`.
         base_model: a folder or a name on the hub for the model; by default the one that the preset was read from.
-
-    Raises:
-        ValueError: an unknown target (the nearest one is offered), or a plan that this one cannot express; the sentence
-            says what can.
     """
     _checked(plan, target)
     try:
@@ -49,11 +45,7 @@ def files(plan: Plan, target: str, *, base_model: str | None = None) -> dict[str
 
 
 def write(plan: Plan, target: str, folder: str | os.PathLike[str], *, base_model: str | None = None) -> list[Path]:
-    """Write the files of `target` into `folder`, which is made if need be; returns their paths.
-
-    Raises:
-        ValueError: as `files`; or `folder` is a file.
-    """
+    """Write the files of `target` into `folder`, which is made if need be; returns their paths."""
     texts = files(plan, target, base_model=base_model)
     place = Path(folder)
     if place.exists() and not place.is_dir():
