@@ -18,18 +18,18 @@ ROOMS = {
         3006,
         2300,
     ),  # how a rank's process ends is worth 82 lines, and who calls what 40: neither was told
-    "course_lib/observe": (1996, 1150),  # memory snapshots, emulated where there is no GPU, and read on both
+    "course_lib/observe": (2003, 1150),  # memory snapshots, emulated where there is no GPU, and read on both
     "course_lib/collectives": (713, 650),
-    "course_lib/memory": (2853, 2300),
+    "course_lib/memory": (2850, 2300),
     "course_lib/parallel": (663, 550),
     "course_lib/models": (739, 400),  # the Llama of any widths came from training
-    "course_lib/training": (5776, 1200),
+    "course_lib/training": (5771, 1200),
     "course_lib/checkpoints": (1211, 400),
     "course_lib/notebook": (
-        1313,
+        1315,
         600,
     ),  # a box that waits for a guess, units as people type them, what unfolds with the answer
-    "course_lib/figures": (1941, 950),  # the ranks' event files are read where they are drawn
+    "course_lib/figures": (1945, 950),  # the ranks' event files are read where they are drawn
     "course_lib": (586, 300),  # two optimizers and a loss, and what does not go with them
     "course_tools/planning": (3691, 2500),
     "course_tools/axolotl": (3088, 2000),
@@ -43,7 +43,7 @@ ROOMS = {
     "classroom": (1651, 1200),  # the board tells how well a learner guesses
     "tests/planted": (3587, 1300),
     "tests": (
-        14680,
+        14672,
         9700,
     ),  # a step's timeline and its snapshot, each beside a second instrument
     "benchmarks": (2531, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one

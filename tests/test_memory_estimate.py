@@ -32,6 +32,12 @@ def test_states_are_divided_as_the_zero_paper_says() -> None:
             assert need.activations == alone.activations, "sharding states leaves activations alone"
 
 
+def test_bf16_moments_take_two_bytes_each_beside_weights_of_any_dtype() -> None:
+    for precision in ("fp32", "bf16-mixed", "bf16"):
+        need = estimate(SEVEN, precision=precision, optimizer="adamw_bf16")
+        assert need.optimizer == pytest.approx(4 * SEVEN.parameters, rel=1e-6), precision
+
+
 def test_fsdp_gathers_units_and_not_the_model() -> None:
     need = estimate(SEVEN, strategy="fsdp", ranks=64)
     block, outer = 2 * SEVEN.block_parameters, 2 * (SEVEN.parameters - SEVEN.layers * SEVEN.block_parameters)

@@ -23,36 +23,6 @@ PEAK = 0.05
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class AdamWBf16(torch.optim.AdamW):
-    """Moments in bf16. PyTorch's fused kernel takes them on CUDA only: here each tensor's are whole for its own step."""
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            state, like = self.state[parameter], {"dtype": torch.bfloat16}
-            if not state:
-                state["step"] = torch.zeros(())
-                state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter, **like) for _ in range(2))
-            state["step"] += 1
-            moments = [state[name].to(parameter.dtype) for name in ("exp_avg", "exp_avg_sq")]
-            torch._fused_adamw_(
-                [parameter],
-                [parameter.grad],
-                *([moment] for moment in moments),
-                [],
-                [state["step"]],
-                lr=1e-4,
-                beta1=0.9,
-                beta2=0.999,
-                weight_decay=0.01,
-                eps=1e-8,
-                amsgrad=False,
-                maximize=False,
-            )
-            for name, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
-                state[name].copy_(moment)
-
-
 def muon(model):
     """Muon for the blocks' matrices, and after it AdamW for the rest, with its states beside Muon's."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -69,8 +39,6 @@ def muon(model):
 def build_optimizer(model, name):
     if name == "muon":
         return muon(model)
-    if name == "adamw_bf16":
-        return AdamWBf16(building.trainable(model))
     return building.build_optimizer(building.trainable(model), name, 1e-4)
 
 
@@ -118,7 +86,6 @@ CASES = [  # model, sequences, tokens, micro-batches; method, precision, checkpo
     ("tiny", 2, 48, 1, "full", "fp32", "full", "adamw8bit", "flash"),
     ("tiny", 2, 48, 1, "lora", "bf16-mixed", "full", "paged_adamw8bit", "flash"),
     ("tiny", 2, 48, 1, "full", "bf16-mixed", "none", "sgd", "flash"),
-    ("tiny", 2, 48, 1, "full", "bf16-mixed", "none", "adamw_bf16", "flash"),
     ("tiny", 1, 16, 1, "full", "bf16", "none", "muon", "flash"),  # the optimizer's step is the peak
     ("tiny", 2, 48, 1, "lora", "bf16-mixed", "none", "muon", "flash"),
     ("tiny", 4, 128, 1, "full", "fp32", "none", "sgd", "eager"),  # the scores written out

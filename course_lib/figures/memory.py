@@ -9,7 +9,6 @@ import numpy as np
 
 from course_lib.figures.style import (
     COLOURS,
-    HATCHES,
     ON_WHITE,
     legend_below,
     new_figure,
@@ -31,8 +30,16 @@ LOOKS = {  # category of memory -> colour, hatch
     "gradients": (COLOURS[1], "//"),
     "activations": (COLOURS[4], "\\\\"),
     "logits and loss": (COLOURS[5], "xx"),
-    "temporaries": ("#999999", ""),
+    "autocast's copies": ("#BBBBBB", ""),
+    "temporaries": ("#666666", ""),
 }
+OTHERS = [
+    (COLOURS[3], "oo"),
+    ("#F0E442", "++"),
+    ("#E8E8E8", "\\\\"),
+    ("#8B5A2B", ""),
+    ("black", "//"),
+]  # other parts, in turn
 REST = "margin, CUDA's context"  # between the peak and what a card must have
 
 
@@ -45,7 +52,7 @@ def step_memory(timeline: Timeline, *, title: str) -> Picture:
     for name, (colour, hatch) in LOOKS.items():
         high = low + timeline.parts[name] / unit
         look = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
-        axis.fill_between(places, low, high, step="post", label=name, **look)
+        axis.fill_between(places, low, high, step="post", label=name if timeline.parts[name].any() else None, **look)
         low = high
     axis.step(places, low, where="post", color="black", linewidth=0.8)
     top, worst = peak / unit, timeline.worst
@@ -57,7 +64,7 @@ def step_memory(timeline: Timeline, *, title: str) -> Picture:
         )
     where = {"block": "in a block", "loss": "in the loss", "embedding": "at the embedding's gradient"}
     moment = where.get(timeline.at_work[worst], "in the optimizer's step")
-    axis.plot([worst], [1.035 * top], marker="v", color=COLOURS[3], markersize=9)
+    axis.plot([worst], [1.035 * top], marker="v", color="black", markersize=8)
     left = worst > len(places) / 2
     beside = {"textcoords": "offset points", "xytext": (-9 if left else 9, 2), "ha": "right" if left else "left"}
     words = f"worst moment: {top:,.1f} {word}, {moment}"
@@ -79,8 +86,7 @@ def against_cards(needs: Mapping[str, Breakdown], *, cards: Mapping[str, int], t
         cards: name -> bytes.
     """
     rows = {name: need.at_peak | {REST: need.device - need.peak} for name, need in needs.items()}
-    moments = {name: need.peak_phase for name, need in needs.items()}
-    return stacked_against_cards(rows, cards=cards, title=title, notes=moments)
+    return stacked_against_cards(rows, cards=cards, title=title)
 
 
 def stacked_against_cards(
@@ -88,14 +94,12 @@ def stacked_against_cards(
     *,
     cards: Mapping[str, int],
     title: str,
-    notes: Mapping[str, str] | None = None,
 ) -> Picture:
     """A bar for each row, stacked from its parts in bytes, and the cards' memory as lines.
 
     Args:
         rows: name -> part -> bytes. Parts that bear a name of LOOKS look as they do everywhere.
         cards: name -> bytes.
-        notes: a row's name -> what the picture's text says of it, the moment of its peak, say.
     """
     require(rows, "bar")
     require(cards, "card")
@@ -103,7 +107,7 @@ def stacked_against_cards(
     places = list(range(len(rows)))[::-1]
     there = dict.fromkeys(name for parts in rows.values() for name, size in parts.items() if size)
     others = [name for name in there if name not in LOOKS and name != REST]
-    looks = LOOKS | {name: (COLOURS[i % 7], HATCHES[i % 7]) for i, name in enumerate(others)} | {REST: ("white", "")}
+    looks = LOOKS | {name: OTHERS[i % len(OTHERS)] for i, name in enumerate(others)} | {REST: ("white", "")}
     names = [name for name in looks if name in there]
     stacked = [(name, [parts.get(name, 0) / GIB for parts in rows.values()], *looks[name]) for name in names]
     ends = stacked_bars(axis, places, stacked)
@@ -123,9 +127,9 @@ def stacked_against_cards(
     axis.set(xlabel="GiB", xlim=(0, 1.05 * max(*ends, *(card / GIB for card in cards.values()))))
     axis.set_ylim(-0.6, len(rows) - 0.5)
     axis.set_title(title, pad=18)
-    legend_below(figure)
+    legend_below(figure, columns=3)
     told = "; ".join(
-        f"{name}: {nice_bytes(total)}" + (f", {notes[name]}" if notes else "") + " ("
+        f"{name}: {nice_bytes(total)} ("
         + ", ".join(f"{part} {nice_bytes(size)}" for part, size in parts.items() if size) + ")"
         for (name, parts), total in zip(rows.items(), totals, strict=True)
     )  # fmt: skip

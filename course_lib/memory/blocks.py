@@ -197,8 +197,9 @@ def head(numerics: Numerics) -> tuple[Tape, Tensor]:
     w.bytes[x] = n.stored
     y = w.cast(w.rms_norm(x), "Nh", n.compute)
     if n.fused_loss:
-        # The gradients are there after forward: of the input, which is kept, and of the matrix. A chunk has about as many
-        # logits as the whole input has elements (Liger's choice), in the compute type and once more in fp32.
+        # The input's gradient is there after forward, and is kept. (So is the matrix's, which is counted from the loss's
+        # backward on, with all other gradients.) A chunk has about as many logits as the whole input has elements, which is
+        # Liger's choice, in the compute type and once more in fp32.
         grad = {"Wh": n.stored} if train else {}
         chunk = {"Nh": n.compute + 4}
         done = w.op("gradient of the input", [y], "Nh", n.compute, weight_grad=grad, temporary=chunk)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-CATEGORIES = ("weights", "optimizer state", "gradients", "activations", "logits and loss", "temporaries")
+CATEGORIES = (
+    "weights", "optimizer state", "gradients", "activations", "logits and loss", "autocast's copies", "temporaries"
+)  # fmt: skip
 SEGMENT = 2 * 2**20  # the caching allocator asks the driver for multiples of 2 MiB
 
 # Share of the peak that the caching allocator reserves beyond it: medians of three steps replayed through the allocator's
@@ -48,7 +50,8 @@ class Breakdown:
         kept: all that autograd keeps at the moment of the loss (activations, log-probabilities, weight copies).
         peak: of the worst phase of the step; `peak_phase` names it. Not the sum of the above: they are not all there at one time.
         phases: bytes at each phase of a step that can be the worst.
-        at_peak: what the peak is made of, by CATEGORIES; buffers and autocast's copies are among its temporaries.
+        at_peak: what the peak is made of, by CATEGORIES. Autocast's copies are those of the weights in 16 bits. Under a
+            strategy that shards, gradients, buckets and gathered weights are all among the temporaries.
         num_parameters, num_trainable: of the whole model, adapters included.
         cuda_context: bytes that CUDA itself takes, which PyTorch does not count.
     """

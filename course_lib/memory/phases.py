@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -42,6 +43,25 @@ class Stage(NamedTuple):
     forms: Forms
     num_parameters: int
     during: Communication
+
+
+class Moment(NamedTuple):
+    """Bytes at the end of a phase: saved for backward, gradients and communication, autocast's copies of weights, the rest;
+    and the rows of the tapes at work, of which the highest counts."""
+
+    saved: float
+    gradients: float
+    casts: float = 0
+    rows: Sequence[slice] = ()
+    rest: float = 0
+
+    @property
+    def places(self) -> list[int]:
+        return [place for rows in self.rows for place in range(rows.start, rows.stop)]
+
+    def bytes(self, values: list[float]) -> float:
+        fixed = self.saved + self.gradients + self.casts + self.rest
+        return fixed + max((values[place] for place in self.places), default=0)
 
 
 @lru_cache(maxsize=8192)
@@ -133,38 +153,36 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float) -> Breakdown:
 
     casts = layers * r.block_casts + r.outer_casts
     casts_kept = r.outer_casts if again else casts - r.unused_casts
+    casts_there = r.block_casts if again else casts_kept - r.outer_casts
     split = size.gathered * run.numerics.compute
     # a tied matrix gets two gradients; autograd adds them up, into a third tensor, when it has both
     waiting = r.embedding_gradient if shape.tied and first and last else 0
-    base = r.weights + r.optimizer + earlier + split
+    twice = (
+        waiting if run.numerics.autocast else 2 * waiting
+    )  # autocast's cast leaves the first one to autograd: in place
+    twice += r.embedding_gradient if accumulate else 0
+    forward = f.first_pass if again else f.forward
+    backward = [f.backward, f.forward] if again else [f.backward]
+    filled = during.head + (layers - 1) * during.block
 
-    forward, backward = max(values[f.first_pass if again else f.forward]), max(values[f.backward])
-    if again:
-        backward = max(backward, max(values[f.forward]))
-    block_casts = r.block_casts
-    phases = {"forward of the last block": base + during.forward + below + forward + casts}
+    moments: dict[str, Moment] = {"forward of the last block": Moment(below, during.forward, casts, [forward])}
     if last:
-        there = base - during.at_work + blocks + small
-        phases["the loss"] = there + during.forward + max(values[f.head_forward]) + casts
-        phases["backward of the loss"] = there + during.backward + max(values[f.head_backward]) + casts_kept
-    casts_there = block_casts if again else casts_kept - r.outer_casts
-    phases["backward of the last block"] = base + during.backward + below + backward + casts_there
-    phases["backward of the last block"] += during.head if last else 0
+        there = blocks + small
+        moments["the loss"] = Moment(there, during.forward, casts, [f.head_forward], -during.at_work)
+        moments["backward of the loss"] = Moment(there, during.backward, casts_kept, [f.head_backward], -during.at_work)
+    moments["backward of the last block"] = Moment(below, during.backward + last * during.head, casts_there, backward)
     if during.last_block:
-        phases["reduce-scatter of the last block"] = base + during.last_block + below
-    phases["backward of the first block"] = (
-        base + during.backward + small + backward + block_casts + during.head + (layers - 1) * during.block
-    )
+        moments["reduce-scatter of the last block"] = Moment(below, during.last_block)
+    moments["backward of the first block"] = Moment(small, during.backward + filled, r.block_casts, backward)
     if full and first:
-        sums = (
-            1 if run.numerics.autocast else 2
-        )  # autocast's cast leaves the first gradient to autograd alone: in place
-        twice = sums * waiting + (r.embedding_gradient if accumulate else 0)
         stream = tokens * shape.hidden * run.stored
-        phases["gradient of the embedding"] = base + during.end + twice + stream
+        moments["gradient of the embedding"] = Moment(0, during.end + twice, rest=stream)
     if during.reduced:
-        phases["gradients reduced"] = base + during.reduced + during.left * (blocks - kept_block) + small
-    phases["optimizer step"] = r.weights + r.optimizer + during.step
+        moments["gradients reduced"] = Moment(during.left * (blocks - kept_block) + small, during.reduced)
+    moments = {name: m._replace(saved=m.saved + earlier, rest=m.rest + split) for name, m in moments.items()}
+    moments["optimizer step"] = Moment(0, during.step - r.step, rest=r.step)
+    resting = r.weights + r.optimizer
+    phases = {name: resting + moment.bytes(values) for name, moment in moments.items()}
     peak_phase = max(phases, key=phases.__getitem__)
     return Breakdown(
         weights=r.weights,
@@ -178,50 +196,23 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float) -> Breakdown:
         peak=int(phases[peak_phase]),
         peak_phase=peak_phase,
         phases={name: int(value) for name, value in phases.items()},
-        at_peak=_at_peak(at, size, peak_phase, int(phases[peak_phase]), values, blocks, small, earlier),
+        at_peak=_at_peak(at, size.elements, values, moments[peak_phase]),
         num_parameters=num_parameters,
         num_trainable=r.trainable,
     )
 
 
-def _at_peak(
-    at: Stage, size: Sizes, phase: str, peak: int, values: list[float], blocks: float, small: float, earlier: float
-) -> dict[str, int]:
-    """What the peak is made of, by CATEGORIES.
-
-    `blocks`: what all blocks save. `small`: what lies beside them. `earlier`: what earlier micro-batches have saved.
-    """
-    f, r, during = at.forms, at.resident, at.during
-    checkpointing = at.run.activation_checkpointing
-    kept_block = values[{"none": 0, "full": 4, "selective": 5}[checkpointing]]
-    below = blocks - kept_block + small
-    before = r.gradients if at.accumulate else 0  # gradients of earlier micro-batches
-    first_pass, body = f.forward, [f.backward]
-    if checkpointing != "none":
-        first_pass, body = f.first_pass, [f.backward, f.forward]
-    rows, saved, gradients = {
-        "forward of the last block": ([first_pass], below, before),
-        "the loss": ([f.head_forward], blocks + small, before),
-        "backward of the loss": ([f.head_backward], blocks + small, before),
-        "backward of the last block": (body, below, before + during.head),
-        "reduce-scatter of the last block": ([], below, before),
-        "backward of the first block": (body, small, before + during.head + (at.layers - 1) * during.block),
-        "gradient of the embedding": ([], 0, r.gradients),
-        "gradients reduced": ([], during.left * blocks + small, r.gradients),
-        "optimizer step": ([], -earlier, r.gradients),
-    }[phase]
-    saved, logits = saved + earlier, 0.0
-    places = [i for piece in rows for i in range(*piece.indices(len(values)))]
-    if places:
+def _at_peak(at: Stage, elements: np.ndarray, values: list[float], moment: Moment) -> dict[str, int]:
+    """What the moment is made of, by CATEGORIES. Of ranks that share gradients, these are among the temporaries, like all
+    else that is on its way between the ranks."""
+    f, r, run = at.forms, at.resident, at.run
+    saved, logits, gradients = moment.saved, 0.0, 0 if run.shards else moment.gradients - r.buckets
+    if places := moment.places:
         row = max(places, key=values.__getitem__)
-        logits = f.matrix[row, _LOGITS] * size.elements[_LOGITS]
-        saved += f.saved[row] @ size.elements - f.saved[row, _LOGITS] * size.elements[_LOGITS]
-        gradients += f.weight_grads[row] @ size.elements
-    if phase == "gradient of the embedding" and at.shape.tied and at.last:
-        gradients += (1 if at.run.numerics.autocast else 2) * r.embedding_gradient
-    parts = {"weights": r.weights, "optimizer state": r.optimizer}
-    left = peak - sum(parts.values())
-    for name, value in {"activations": saved, "logits and loss": logits, "gradients": gradients}.items():
-        parts[name] = min(max(int(value), 0), left)
-        left -= parts[name]
-    return {name: parts.get(name, left) for name in CATEGORIES}
+        logits = f.matrix[row, _LOGITS] * elements[_LOGITS]
+        saved += f.saved[row] @ elements - f.saved[row, _LOGITS] * elements[_LOGITS]
+        gradients += f.weight_grads[row] @ elements
+    parts = {"weights": r.weights, "optimizer state": r.optimizer, "gradients": int(gradients)}
+    parts |= {"activations": int(saved), "logits and loss": int(logits), "autocast's copies": int(moment.casts)}
+    rest = int(r.weights + r.optimizer + moment.bytes(values)) - sum(parts.values())
+    return {name: parts.get(name, rest) for name in CATEGORIES}

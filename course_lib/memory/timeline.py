@@ -17,18 +17,9 @@ from course_lib.memory.phases import numerics_of, sizes, stage
 from course_lib.memory.presets import shape_of
 from course_lib.memory.settings import RunSettings, check_sizes
 from course_lib.memory.tape import Moment, Size, plus, times
+from course_lib.validation import pick
 
-TAKES = (
-    "precision",
-    "micro_batch_size",
-    "seq_len",
-    "activation_checkpointing",
-    "attention",
-    "loss",
-    "optimizer",
-    "step",
-)
-WIDER = 12  # moments for each operation outside the blocks: there are few of them, and the worst is often among them
+WIDER = 30  # moments for each operation outside the blocks: there are few of them, and the worst is often among them
 
 
 @dataclass(frozen=True)
@@ -65,26 +56,35 @@ class Timeline:
         return {name: int(values[self.worst]) for name, values in self.parts.items()}
 
 
-def step_timeline(model: Any, **settings: Any) -> Timeline:
-    """Bytes alive after every operation of one step on one GPU, every weight trained.
+def step_timeline(
+    model: Any,
+    *,
+    micro_batch_size: int = 1,
+    seq_len: int = 2048,
+    num_microbatches: int = 1,
+    activation_checkpointing: str = "none",
+    loss: str = "eager",
+) -> Timeline:
+    """Bytes alive after every operation of one step on one GPU, in fp32, every weight trained, by fused AdamW.
 
     Args:
-        model: as `estimate` takes it.
-        settings: of `estimate` those in TAKES; precision "fp32" (the default here) or "bf16", activation_checkpointing
-            "none" or "full".
+        model, micro_batch_size, seq_len, loss: as of `estimate`.
+        num_microbatches: with several, the last one is shown, to which the others have left their gradients.
+        activation_checkpointing: "none" or "full".
     """
-    shape, run = shape_of(model), RunSettings(**{"precision": "fp32"} | settings)
-    checkpointed = run.activation_checkpointing == "full"
-    if (
-        not set(settings) <= set(TAKES)
-        or run.precision.endswith("mixed")
-        or run.activation_checkpointing == "selective"
-    ):
-        raise ValueError(
-            f"A timeline takes {', '.join(TAKES)}: precision 'fp32' or 'bf16', activation_checkpointing 'none' or 'full'."
-        )
+    pick("activation_checkpointing", activation_checkpointing, ("none", "full"))
+    checkpointed, accumulate = activation_checkpointing == "full", num_microbatches > 1
+    shape = shape_of(model)
+    run = RunSettings(
+        precision="fp32",
+        micro_batch_size=micro_batch_size,
+        seq_len=seq_len,
+        num_microbatches=num_microbatches,
+        activation_checkpointing=activation_checkpointing,
+        loss=loss,
+    )
     check_sizes(shape, run)
-    r = stage(run.run, shape, 1, 1, shape.layers, True, True, False).resident
+    r = stage(run.run, shape, 1, 1, shape.layers, True, True, accumulate).resident
     elements = sizes(shape, run, 0).elements
     body, x = block(numerics_of(run.run, shape))
     top, y = head(numerics_of(run.run, shape))
@@ -92,9 +92,10 @@ def step_timeline(model: Any, **settings: Any) -> Timeline:
     # token ids and labels; cosines and sines of one sequence, which all blocks share
     small = plus({"N": 16}, {} if shape.positions else {"one": 2 * run.seq_len * shape.head_dim * run.run.stored})
     tied = r.embedding_gradient if shape.tied else 0
-    from_head = r.outer_gradient - r.embedding_gradient + tied
+    from_head = tied if accumulate else r.outer_gradient - r.embedding_gradient + tied
+    before, of_block = (r.gradients, 0) if accumulate else (0, r.block_gradient)
     stream = {"Nh": run.run.stored}  # the gradient that goes from block to block
-    backward = body.backward_moments()
+    backward = body.backward_moments(accumulate=accumulate)
     if checkpointed:  # the block runs once more, while the gradient waits at its end
         again = body.forward_moments(x)
         backward = [moment._replace(passing=plus(moment.passing, stream)) for moment in again] + backward
@@ -103,7 +104,7 @@ def step_timeline(model: Any, **settings: Any) -> Timeline:
     at_work: list[str] = []
     phases: list[tuple[str, int, int]] = []
 
-    def add(name: str, moments: list[Moment], saved: Size, gradients: float = 0) -> None:
+    def add(name: str, moments: list[Moment], saved: Size, gradients: float) -> None:
         """`moments` of one run of `name`, while the rest of the model keeps `saved` and has `gradients`."""
         below = _by_category(Moment(plus(small, saved), {"one": gradients}, {}), elements)
         each = np.array([_by_category(moment, elements) for moment in moments]) + below
@@ -115,17 +116,18 @@ def step_timeline(model: Any, **settings: Any) -> Timeline:
         phases.append((phase, phases[-1][2] if phases else 0, len(at_work)))
 
     for i in range(layers):
-        add("block", body.forward_moments(x, keep=not checkpointed), times(kept, i))
-    add("loss", top.forward_moments(y), times(kept, layers))
+        add("block", body.forward_moments(x, keep=not checkpointed), times(kept, i), before)
+    add("loss", top.forward_moments(y), times(kept, layers), before)
     end("forward")
-    add("loss", top.backward_moments(), times(kept, layers))
+    add("loss", top.backward_moments(accumulate=accumulate), times(kept, layers), before)
     for i in reversed(range(layers)):
-        add("block", backward, times(kept, i), from_head + (layers - 1 - i) * r.block_gradient)
-    # autograd adds the two gradients of a tied matrix up into a third tensor
-    add("embedding", [Moment({}, {"one": 2 * tied}, stream)], times(small, -1), r.gradients)
+        add("block", backward, times(kept, i), before + from_head + (layers - 1 - i) * of_block)
+    # autograd adds the two gradients of a tied matrix up into a third tensor, and then to what is there
+    twice = 2 * tied + (r.embedding_gradient if accumulate else 0)
+    add("embedding", [Moment({}, {"one": twice}, stream)], times(small, -1), r.gradients)
     end("backward")
     add("optimizer", [Moment({}, {}, {"one": r.step})] * 2, times(small, -1), r.gradients)
-    add("zero_grad", [none] * 2, times(small, -1))
+    add("zero_grad", [none] * 2, times(small, -1), 0)
     end("optimizer step")
     parts = dict(zip(CATEGORIES, np.concatenate(rows).T, strict=True))
     parts["weights"] += r.weights
@@ -139,4 +141,4 @@ def _by_category(moment: Moment, elements: np.ndarray) -> np.ndarray:
         {symbol: each * elements[SYMBOLS.index(symbol)] for symbol, each in size.items()} for size in moment
     )
     logits = saved.pop("NV", 0) + passing.pop("NV", 0)
-    return np.array([0, 0, sum(gradients.values()), sum(saved.values()), logits, sum(passing.values())])
+    return np.array([0, 0, sum(gradients.values()), sum(saved.values()), logits, 0, sum(passing.values())])

@@ -30,7 +30,6 @@ from course_lib.observe.collectives import around_calls, pause_after_waiting
 if TYPE_CHECKING:
     import torch
 
-CLOCK_SLACK = 20_000  # ns by which the profiler's clock and Python's may differ
 IN_BACKEND = "in a backend's call"  # the profiler's label for it
 _last: dict[str, int] = {}  # what the last probe of this process has found; a rank hands it over as run.memory
 
@@ -299,7 +298,7 @@ class AllocatorLog:
 
     def block_at(self, time_ns: int, address: int) -> int | None:
         """The id of the block that lay at this address at this time, once the recording is over."""
-        at = time_ns - self._began + CLOCK_SLACK
+        at = time_ns - self._began
         return max((block.id for block in self._lives.get(address, ()) if block.at <= at), default=None)
 
     def _watch(self, storage: torch.UntypedStorage, since: int) -> None:

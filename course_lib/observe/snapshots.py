@@ -6,6 +6,7 @@ https://pytorch.org/memory_viz draws such files.
 from __future__ import annotations
 
 import linecache
+import os
 import pickle
 import sys
 import time
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 OLDER = "older than the recording"
+NO_LINE = "no line of Python (backward on a GPU, or inside an operator)"
 REQUESTS = {"alloc": 1, "free_completed": -1}  # actions in a trace, and which way memory goes
 SEGMENTS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
@@ -33,8 +35,8 @@ class Snapshot:
 
     Attributes:
         allocated: bytes that tensors have asked for. reserved: bytes of the allocator's segments.
-        holders: the peak, by the line of Python that asked for the memory, the largest first: "asked for by", "tensors"
-            and "bytes".
+        holders: the peak, by the line of Python that asked for the memory, the largest first: "asked for by", "bytes"
+            and "tensors", 0 where these are not known one by one.
     """
 
     allocated: np.ndarray
@@ -92,6 +94,10 @@ def read_snapshot(path: str | Path) -> Snapshot:
     """What a snapshot, real or emulated, recorded on the device that was busiest. It is a pickle: read only your own."""
     loaded = pickle.loads(Path(path).read_bytes())
     traces = loaded["device_traces"]
+    if not any(traces):
+        raise ValueError(
+            f"{path} records no allocation: run the step between _record_memory_history and _dump_snapshot."
+        )
     device = max(range(len(traces)), key=lambda i: len(traces[i]))
     trace = traces[device]
     segments = [segment for segment in loaded["segments"] if segment.get("device", 0) == device]
@@ -109,23 +115,25 @@ def read_snapshot(path: str | Path) -> Snapshot:
             alive.pop(event["addr"], None)
     holders: dict[str, list[int]] = {}
     for event in alive.values():
-        holders.setdefault(_asked_by(event["frames"]), []).append(event["size"])
-    unseen = int(allocated.max()) - sum(map(sum, holders.values()))
-    if unseen > 0:
-        holders.setdefault(OLDER, []).append(unseen)
+        holders.setdefault(_asked_by(event.get("frames", ())), []).append(event["size"])
     rows = [{"asked for by": line, "tensors": len(sizes), "bytes": sum(sizes)} for line, sizes in holders.items()]
+    rows.append(
+        {"asked for by": OLDER, "tensors": 0, "bytes": int(allocated.max()) - sum(row["bytes"] for row in rows)}
+    )
     rows.sort(key=lambda row: -row["bytes"])
     return Snapshot(allocated, over_time(SEGMENTS, "total_size"), rows)
 
 
-def _asked_by(frames: list[dict[str, Any]]) -> str:
+def _asked_by(frames: Iterable[dict[str, Any]]) -> str:
     """The innermost line outside PyTorch: file, number and source."""
+    import torch
+
     for frame in frames:
         name = frame["filename"]
-        if "/torch/" not in name.replace("\\", "/") and not name.startswith("<"):
+        if not name.startswith((os.path.dirname(torch.__file__), "<")):
             where = "this notebook" if "ipykernel" in name else f"{Path(name).name}:{frame['line']}"
             return f"{where}: {linecache.getline(name, frame['line']).strip()}"
-    return OLDER
+    return NO_LINE
 
 
 def _stacks_noted(stacks: list[tuple[int, int, list[dict[str, Any]]]]) -> Any:

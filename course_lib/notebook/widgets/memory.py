@@ -21,12 +21,13 @@ def timeline_explorer() -> ipywidgets.VBox:
 
     def draw(**chosen: Any) -> str:
         size = f"{chosen['micro_batch_size']} x {chosen['seq_len']:,} tokens"
-        timeline = step_timeline("smollm2-135m", precision="fp32", **chosen)
-        return step_memory(timeline, title=f"One step of SmolLM2 in fp32, {size}, computed").html
+        title = f"One step of SmolLM2 in fp32, {size}" + ", the last micro-batch" * (chosen["num_microbatches"] > 1)
+        return step_memory(step_timeline("smollm2-135m", **chosen), title=f"{title} (computed)").html
 
     controls = {
         "micro_batch_size": slider("sequences", [2**i for i in range(6)], 2),
         "seq_len": slider("tokens each", [2**i for i in range(6, 15)], 256),
+        "num_microbatches": slider("micro-batches", [1, 2, 4, 8], 1),
         "activation_checkpointing": menu("checkpointing", ("none", "full"), "none"),
         "loss": menu("loss", CHOICES["loss"], "eager"),
     }
@@ -52,8 +53,8 @@ def calculator() -> ipywidgets.VBox:
         return f"<p><b>{html.escape(verdict)}</b></p>{picture.html}"
 
     controls = {
-        "model": menu("model", list(PRESETS), "llama-3.1-8b"),
-        "card_name": menu("card", list(CARDS), "a100-80gb"),
+        "model": menu("model", list(PRESETS), "llama-3.2-3b"),
+        "card_name": menu("card", list(CARDS), "l4"),
         "method": menu("method", CHOICES["method"], "full"),
         "precision": menu("precision", CHOICES["precision"], "bf16-mixed"),
         "optimizer": menu("optimizer", ("adamw", "adamw_bf16", "adamw8bit", "muon"), "adamw"),
@@ -61,5 +62,6 @@ def calculator() -> ipywidgets.VBox:
         "loss": menu("loss", CHOICES["loss"], "eager"),
         "micro_batch_size": slider("sequences", [2**i for i in range(6)], 1),
         "seq_len": slider("tokens each", [2**i for i in range(8, 18)], 2048),
+        "num_microbatches": slider("micro-batches", [1, 2, 4, 8, 16], 1),
     }
     return panel(controls, draw)

@@ -236,8 +236,8 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], name: str, lr: flo
 
     "adamw" is fused, so a step needs no temporary tensors. The 8-bit ones keep fp32 states for tensors below 4,096
     numbers, bitsandbytes' own exception. "paged_adamw8bit" has its states in memory that CUDA moves to the host when the
-    card is full; on a CPU it is "adamw8bit". "sgd" has no state. Raises ValueError for another name, of those that the
-    memory model alone knows, too.
+    card is full; on a CPU it is "adamw8bit". "sgd" has no state. Raises ValueError for any other name, also for
+    those that only the memory model knows.
     """
     check_choice("optimizer", name)
     parameters = list(parameters)
