@@ -17,12 +17,15 @@ from course_checks.harness.comparing import (
     returned,
     same,
 )
+from course_checks.harness.contract import Contract, gives
 from course_checks.harness.guard import snapshot, time_limit, unchanged, without_limit
 from course_checks.harness.mistakes import explains, named_mistake
 from course_checks.harness.ranks import TIMEOUT, phases, run_ranks, sent_between
 
 __all__ = [
     "ATOL",
+    "Contract",
+    "gives",
     "RTOL",
     "TIMEOUT",
     "Exercise",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from course_checks.harness import Lab
 
-lab = Lab("01_gpu_memory", title="Will it fit?")
+lab = Lab("01_gpu_memory", title="Out of memory")
 
 Slips = frozenset[str]
 NO_SLIP: Slips = frozenset()

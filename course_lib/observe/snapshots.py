@@ -48,7 +48,9 @@ class Snapshot:
         return int(self.allocated.max())
 
 
-def emulate_snapshot(path: str | Path, step: Callable[[], Any], held: Iterable[torch.Tensor] = ()) -> None:
+def emulate_snapshot(
+    path: str | Path, step: Callable[[], Any], held: Iterable[torch.Tensor] = (), limit: int | None = None
+) -> None:
     """Call `step` on the CPU and write the snapshot that a GPU's allocator might have written.
 
     Real: each tensor's size to the byte, its order, and the line that asked for it, from PyTorch's profiler. Emulated: the
@@ -56,6 +58,8 @@ def emulate_snapshot(path: str | Path, step: Callable[[], Any], held: Iterable[t
 
     Args:
         held: tensors that are there already (see `training_tensors`).
+        limit: bytes of an emulated card. Where they run out, the snapshot ends, as a GPU's does, with an "oom" entry: the
+            request that failed, the bytes that were free, the line that asked. The step itself goes on to its end.
     """
     log = AllocatorLog(held)
     del held
@@ -63,11 +67,11 @@ def emulate_snapshot(path: str | Path, step: Callable[[], Any], held: Iterable[t
     with log, _stacks_noted(stacks):
         step()
     frames = {log.block_at(at, address): stack for at, address, stack in reversed(stacks)}  # the first one counts
-    replayed = replay(event[1:] for event in log.events)
+    replayed = replay((event[1:] for event in log.events), limit)
     trace: list[dict[str, Any]] = []
     blocks: dict[int, dict[str, Any]] = {}  # those that are there at the end
     reserved = 0
-    for event, moment in zip(log.events, replayed.timeline, strict=True):
+    for event, moment in zip(log.events, replayed.timeline, strict=limit is None):
         address, stack = (event.id + 1) << 36, frames.get(event.id, []) if event.at else []
         entry = {"addr": address, "size": event.bytes, "stream": 0, "time_us": event.at // 1000, "frames": stack}
         if event.allocate:
@@ -83,6 +87,14 @@ def emulate_snapshot(path: str | Path, step: Callable[[], Any], held: Iterable[t
             for action in ("alloc",) if event.allocate else ("free_requested", "free_completed"):
                 trace.append(entry | {"action": action})
         reserved = moment.reserved
+    if replayed.out_of_memory is not None:
+        failed, cached = log.events[len(replayed.timeline)], reserved
+        reserved = sum(segment.bytes for segment in replayed.segments)  # the cached ones were given back in vain
+        entry = {"stream": 0, "time_us": failed.at // 1000, "frames": []}
+        if cached > reserved:
+            trace.append(entry | {"action": "segment_free", "addr": (1 << 50) + len(trace), "size": cached - reserved})
+        oom = {"action": "oom", "device_free": limit - reserved, "size": failed.bytes}
+        trace.append(entry | oom | {"frames": frames.get(failed.id, [])})
     left = sum(block["size"] for block in blocks.values())
     segment = {"device": 0, "address": 1 << 50, "stream": 0, "segment_type": "large", "blocks": list(blocks.values())}
     segment |= {"total_size": reserved, "allocated_size": left, "active_size": left, "requested_size": left}

@@ -1,0 +1,102 @@
+"""A check states what must hold, clause by clause; why it may not hold is a table of hints.
+
+    contract = Contract({"the graph keeps every chunk for backward": lambda facts: facts["after forward"] > budget})
+    contract.values("the loss", loss, expected, rtol=2e-5)
+    contract.facts["after forward"] = live.bytes()
+    contract.memory("the worst moment", live.highest, at_most=budget)
+    return contract.evidence()
+
+The first clause that does not hold raises NotYet with its own sentence, and with the first hint that fits the facts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from course_checks.harness.comparing import NotYet, close
+from course_lib.units import nice_bytes
+
+if TYPE_CHECKING:
+    from course_lib.observe import Collective
+
+Facts = dict[str, Any]
+Hints = Mapping[str, Callable[[Facts], bool]]
+
+
+class Contract:
+    """Clauses of one exercise.
+
+    Attributes:
+        hints: sentence -> whether it explains a failure, told from the facts. Those that need a fact which is not known yet
+            do not fit.
+        facts: what has been seen of the answer; a clause adds what it compared under its own name. "clause" is the one that
+            does not hold.
+    """
+
+    def __init__(self, hints: Hints | None = None, facts: Facts | None = None) -> None:
+        self.hints, self.facts = dict(hints or {}), {} if facts is None else facts
+        self._said: list[str] = []
+
+    def values(self, what: str, yours: Any, expected: Any, *, rtol: float, atol: float = 0.0) -> None:
+        """Numbers, tensors, or dicts of them, equal within the tolerances (see `close`)."""
+        self.facts[what] = yours
+        try:
+            close(yours, expected, rtol=rtol, atol=atol, what=what)
+        except NotYet as error:
+            raise self.broken(str(error), what) from None
+
+    def memory(self, what: str, seen: int, *, at_most: float, at_least: float = 0.0) -> None:
+        """Bytes within these bounds. The lower one catches an answer that does not do the work at all."""
+        self.facts[what] = seen
+        if not at_least <= seen <= at_most:
+            allowed = f"at most {nice_bytes(at_most)}" if seen > at_most else f"at least {nice_bytes(at_least)}"
+            raise self.broken(f"{what} takes {nice_bytes(seen)}, and should take {allowed}", what)
+        self.say(f"{what}: {nice_bytes(seen)} of {nice_bytes(at_most)}")
+
+    def traffic(self, what: str, collectives: Iterable[Collective], calls: Mapping[str, int]) -> None:
+        """So many calls of each kind on one rank, and none of another kind; barriers do not count."""
+        listed = [collective for collective in collectives if collective.kind != "barrier"]
+        seen = dict(Counter(collective.kind for collective in listed))
+        self.facts[what] = seen
+        if seen != dict(calls):
+            told, wanted = (", ".join(f"{n} {kind}" for kind, n in each.items()) or "nothing" for each in (seen, calls))
+            raise self.broken(f"{what} sends {told}, and should send {wanted}", what)
+        self.say(f"{what}: {nice_bytes(sum(collective.bytes for collective in listed))} sent")
+
+    def holds(self, clause: bool, sentence: str) -> None:
+        """Anything else; `sentence` says what does not hold."""
+        if not clause:
+            raise self.broken(sentence)
+
+    def say(self, sentence: str) -> None:
+        """Add to the evidence of a pass."""
+        self._said.append(sentence)
+
+    def evidence(self) -> str:
+        return "; ".join(self._said)
+
+    def broken(self, sentence: str, clause: str = "") -> NotYet:
+        """The clause's sentence with the first hint that fits."""
+        self.facts["clause"] = clause
+        hint = next((hint for hint, fits in self.hints.items() if self._fits(fits)), "")
+        return NotYet(f"{sentence}: {hint}" if hint else sentence)
+
+    def _fits(self, fits: Callable[[Facts], bool]) -> bool:
+        try:
+            return bool(fits(self.facts))
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            RuntimeError,
+            AttributeError,
+        ):  # a fact that is missing, or of no use
+            return False
+
+
+def gives(wrong: Callable[..., float], cases: Sequence[Any], yours: Sequence[float], rtol: float = 1e-6) -> bool:
+    """For a hint: whether your answers are those of the formula `wrong` in every case."""
+    return all(abs(mine - wrong(case)) <= rtol * abs(wrong(case)) for mine, case in zip(yours, cases, strict=True))

@@ -1,0 +1,103 @@
+"""Lab 1, exercise 5: the cheapest changes with which a run fits a card, by the house's prices and the learner's margin."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from course_checks.harness import Contract, fresh_seed, number, returned
+from course_checks.lab01.common import gib, lab
+from course_lib.memory import card, estimate
+
+CHANGES: dict[str, tuple[int, dict[str, str]]] = {  # price in percent, settings; no two sets that can be cost the same
+    "fused loss": (1, {"loss": "fused"}),
+    "bf16 moments": (3, {"optimizer": "adamw_bf16"}),
+    "8-bit Adam": (5, {"optimizer": "adamw8bit"}),
+    "two micro-batches": (8, {}),  # half of the sequences in each
+    "all in bf16": (15, {"precision": "bf16"}),
+    "checkpointing": (30, {"activation_checkpointing": "full"}),
+    "LoRA": (60, {"method": "lora"}),
+}
+SETS = {frozenset(s): sum(CHANGES[c][0] for c in s) for n in range(len(CHANGES)) for s in combinations(CHANGES, n)}
+SETS = {names: price for names, price in SETS.items() if not names >= {"bf16 moments", "8-bit Adam"}}
+MODELS = ("llama-3.2-1b", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-0.6b", "qwen3-1.7b", "smollm2-1.7b", "tinyllama-1.1b")
+SIZES = [(on, *size) for on in ("rtx3090", "22GiB", "17.5GiB") for size in ((2, 2048), (3, 1536), (4, 2048))]
+WAYS: dict[str, dict[str, Any]] = {  # what a learner may do wrong, and how to ask `_need` for what comes of it
+    "compare `device`, not `peak`: the allocator and CUDA want room, too": {"of": "peak"},
+    "whoever accumulates keeps gradients through every forward: set num_microbatches": {"microbatches": 1},
+}
+
+
+@dataclass(frozen=True)
+class Job:  # a run that somebody wants, all sequences in one forward pass
+    model: str
+    card: str  # a name, or an amount such as "22.5GiB"
+    sequences: int
+    seq_len: int = 2048
+    method: str = "full"
+    precision: str = "bf16-mixed"
+
+
+JOBS = (Job("llama-3.2-1b", "rtx4090", 2), Job("llama-3.2-3b", "l4", 1), Job("smollm2-1.7b", "a10g", 4))
+
+
+def _need(job: Job, names: frozenset[str], of: str = "device", microbatches: int = 2) -> int:
+    settings = {key: value for name in names for key, value in CHANGES[name][1].items()}
+    split = microbatches if (halved := "two micro-batches" in names) else 1
+    batch = {"micro_batch_size": job.sequences // (1 + halved), "num_microbatches": split, "seq_len": job.seq_len}
+    return getattr(estimate(job.model, **{"method": job.method, "precision": job.precision} | batch | settings), of)
+
+
+def _can_be(job: Job, names: frozenset[str]) -> bool:
+    return names in SETS and not ("two micro-batches" in names and job.sequences % 2)
+
+
+def _best(job: Job, free: float, **wrong: Any) -> frozenset[str] | None:
+    room = card(job.card).memory * (1 - free)
+    return min((s for s in SETS if _can_be(job, s) and _need(job, s, **wrong) <= room), key=SETS.get, default=None)
+
+
+@lab.exercise("Make it fit 24 GB", importance=5, difficulty=3, minutes=20)
+def cheapest(choose: Callable[..., Any]) -> str:
+    """The announced jobs; then one that each wrong way gets wrong, two on the margin's edge, and one that cannot fit."""
+    hints = {say: lambda f, w=w: _need(*f["of"], **w) == f["claim"] != f["need"] for say, w in WAYS.items()}
+    hints["that is the answer without your margin"] = lambda f: f["of"][1] == _best(f["of"][0], 0.0)
+    contract, draw = Contract(hints), random.Random(fresh_seed())
+    free = [_right(choose, job, contract) for job in JOBS][0]
+    drawn = draw.sample([Job(model, *size) for model in MODELS for size in SIZES], len(MODELS) * len(SIZES))
+    fresh = [next(job for job in drawn if _best(job, 0.0) != _best(job, free))]
+    fresh += [next(job for job in drawn if _best(job, free, **wrong) != _best(job, free)) for wrong in WAYS.values()]
+    edge = _need(drawn[0], _best(drawn[0], free)) / (1 - free) / 2**30
+    fresh += [replace(drawn[0], card=f"{edge * nudge:.4f}GiB") for nudge in (1.0005, 0.9995)]
+    for job in (*fresh, Job("qwen2.5-14b", f"{draw.randint(150, 240) / 10}GiB", 2, 4096)):
+        _right(choose, job, contract)
+    others = (f"{job.model}, {n} %: {' + '.join(sorted(_best(job, n / 100)))}" for job in JOBS for n in (5, 10, 15))
+    return f"{len(fresh) + 4} jobs with {free:.1%} free. Other margins would buy: {'; '.join(others)}"
+
+
+def _right(choose: Callable[..., Any], job: Job, contract: Contract) -> float | None:
+    memory, facts, holds = card(job.card).memory, contract.facts, contract.holds
+    it = f"{job.model}, {job.sequences} x {job.seq_len:,} tokens, {job.card}"
+    try:
+        answer = returned(choose(job), dict, f"your answer to {it}")
+    except ValueError as error:
+        holds(_best(job, facts.get("free", 0.2)) is None, f"{it}: it can fit, and you raise ValueError: {error}")
+        return holds(job.card in str(error), f"{it}: your ValueError does not name the card, {job.card!r}")
+    free, spare = (number(answer.get(key), f"{key!r} of {it}") for key in ("free", "spare"))
+    mine = frozenset(map(str, returned(answer.get("changes"), (list, tuple, set), f"'changes' of {it}")))
+    one = 0.02 <= free <= 0.2 and free == facts.setdefault("free", free)
+    holds(one, f"{it}: 'free' is {free:g}; decide for one share between 0.02 and 0.2, for all jobs")
+    holds(_can_be(job, mine), f"{it}: {sorted(mine)} is no set of changes that can be made")
+    need, best = _need(job, mine), _best(job, free)
+    facts |= {"of": (job, mine), "claim": memory - spare, "need": need}
+    short = f"{it}: your set for {SETS[mine]} % needs {gib(need)} of {gib(memory)}, and you want {free:.1%} free"
+    holds(need <= memory * (1 - free), short if best is not None else f"{short}; nothing does, so raise ValueError")
+    holds(mine == best, f"{it}: your set costs {SETS[mine]} %, and one for {SETS[best]} % fits")
+    holds(
+        abs(memory - need - spare) <= memory / 200,
+        f"{it}: 'spare' is {spare:,.0f}, and {memory - need:,} bytes are left",
+    )
+    return free

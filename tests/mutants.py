@@ -1,0 +1,62 @@
+"""Wrong answers as one-line changes of the shipped solution, so that a changed solution changes them or fails loudly.
+
+MUTANTS = [("exercise", "what the solution says", "what is planted", "a word of the verdict")]
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from course_checks.harness.checking import Lab, Verdict
+
+ROOT = Path(__file__).resolve().parent.parent
+Mutant = tuple[str, str, str, str]
+
+
+def solution(lab: Lab) -> tuple[str, dict[str, str]]:
+    """What the notebook imports and defines beside the exercises, and each exercise's cell by the name of its function."""
+    cells = json.loads((ROOT / "solutions" / f"{lab.name}.ipynb").read_text(encoding="utf-8"))["cells"]
+    shared, answers = [], {}
+    for cell in (
+        cell for cell in cells if cell["cell_type"] == "code" and "colab" not in cell["metadata"].get("tags", ())
+    ):
+        source = "".join(cell["source"])
+        defined = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        if "exercise" in cell["metadata"].get("tags", ()):
+            answers |= {defined[-1].name: source}
+        else:
+            imports = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
+            shared += [ast.get_source_segment(source, node) for node in [*imports, *defined]]
+    assert set(answers) == set(lab.exercises), "an exercise's check is called as its function"
+    return "\n\n".join(shared), answers
+
+
+def judged(lab: Lab, exercise: str, source: str) -> Verdict:
+    """The check's verdict on a cell that defines the exercise's function."""
+    shared, answers = solution(lab)
+    space: dict[str, Any] = {}
+    others = [answer for name, answer in answers.items() if name != exercise]
+    for part in (shared, *others, source):
+        exec(compile(part, f"<ipython-{exercise}>", "exec"), space)
+    return getattr(lab, exercise)(space[exercise])
+
+
+def survivors(lab: Lab, exercise: str, mutants: Iterable[Mutant]) -> list[str]:
+    """The planted answers of an exercise that do not hear their word, each in one line."""
+    answer, wrong = solution(lab)[1][exercise], []
+    for _, old, new, word in (mutant for mutant in mutants if mutant[0] == exercise):
+        assert answer.count(old) == 1, f"{exercise}: the solution has {old!r} {answer.count(old)} times"
+        verdict = judged(lab, exercise, answer.replace(old, new))
+        if verdict.status != "not yet" or word not in verdict.message:
+            wrong.append(f"{new!r} should hear {word!r}, and heard {str(verdict)!r}")
+    return wrong
+
+
+def rejected(lab: Lab, right: Mapping[str, Iterable[str]]) -> list[str]:
+    """Right answers, written another way, that do not pass."""
+    verdicts = [(name, judged(lab, name, source)) for name, sources in right.items() for source in sources]
+    return [f"{name}: {verdict}" for name, verdict in verdicts if verdict.status != "passed"]
