@@ -1,30 +1,48 @@
-"""Lab 1: its checks against the planted answers, what they leave alone, and its machines."""
+"""Lab 1: its checks against the planted answers, and what they leave alone."""
 
+import mutants
+import pytest
 import torch
-from planted import lab01 as planted
-from planted.contract import Contract
+from planted.lab01 import MUTANTS, RIGHT
 
-from course_checks.lab01 import LADDER, MACHINES, choosing, lab, measured
-
-SMALL = (16, 2, 1, 8, 32)  # widths of a block
+from course_checks.lab01 import lab, measured, timelines
 
 
-class TestChecks(Contract):
-    lab, planted = lab, planted
-    on_ranks = False
+@pytest.mark.parametrize("exercise", list(lab.exercises))
+def test_wrong_answers_hear_their_word_and_right_ones_pass(exercise: str) -> None:
+    shipped = mutants.judged(lab, exercise, mutants.solution(lab)[1][exercise])
+    assert shipped.status == "passed" and shipped.message, shipped
+    assert not mutants.rejected(lab, {exercise: RIGHT[exercise]})
+    assert not mutants.survivors(lab, exercise, MUTANTS)
 
 
-def test_measuring_leaves_threads_and_random_numbers_alone():
+def test_a_stub_is_not_attempted() -> None:
+    def stub(*_):
+        raise NotImplementedError
+
+    assert {getattr(lab, name)(stub).status for name in lab.exercises} == {"not attempted"}
+
+
+def test_measuring_leaves_threads_and_random_numbers_alone() -> None:
     torch.manual_seed(3)
     expected, threads = torch.rand(1), torch.get_num_threads()
     torch.manual_seed(3)
-    measured.block_activations(1, 8, SMALL, "flash")
-    measured.step_peak(1, SMALL, 32, 1, 8)
-    assert torch.equal(torch.rand(1), expected) and torch.get_num_threads() == threads
+    measured.step_peak(1, (16, 2, 1, 32), 32, 1, 8)
+    timelines.crash("B")
+    timelines.cured("B", "update each weight inside backward")
+    mutants.judged(lab, "count_step", mutants.solution(lab)[1]["count_step"])
+    assert torch.equal(torch.rand(1), expected) and torch.get_num_threads() == threads and torch.backends.mkldnn.enabled
 
 
-def test_no_two_machines_of_the_lab_ask_the_same_and_one_fits_nothing():
-    rungs = [choosing.first_that_fits(machine) for machine in [*MACHINES, *choosing.MORE]]
-    methods = {(rung["method"], rung["activation_checkpointing"], rung["strategy"]) for rung in rungs if rung}
-    assert len(methods) >= 7 and rungs.count(None) == 1
-    assert len(LADDER) == 8
+def test_a_cure_trains_as_the_script_does() -> None:
+    """Which changes a run's memory, must not change what it learns."""
+    weights = {}
+    for cure in ("", *timelines.CURES):
+        torch.manual_seed(0)
+        model, train = timelines._script("C", cure)
+        timelines.RUNS["C"]["steps"], kept = 3, timelines.RUNS["C"]["steps"]
+        train()
+        timelines.RUNS["C"]["steps"] = kept
+        weights[cure] = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for cure, each in weights.items():
+        assert (each - weights[""]).abs().max() < 1e-4, cure

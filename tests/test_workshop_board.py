@@ -72,7 +72,7 @@ def test_a_row_tells_what_was_passed_tried_and_where_somebody_is_stuck(tmp_path)
     (tmp_path / "eve").mkdir()
     page = page_of(tmp_path)
     ada = page.row("ada")
-    assert ada[5].startswith("1/7") and ada[1] == "0/8"
+    assert ada[5].startswith("1/7") and ada[1] == "0/6"
     assert "A checkpoint for other ranks" in ada[11] and "5 tries" in ada[11] and "off by 2" in ada[11]
     assert ada[10] == "1, within a factor of 1.4" and page.row("eve")[10] == ""
     assert page.row("eve")[12] == "none yet"

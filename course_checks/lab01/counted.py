@@ -19,7 +19,7 @@ from course_checks.lab01.common import gib, lab
 from course_lib.observe.memory import AllocatorLog, MemoryProbe, SavedForBackward
 
 # The probe's names, and a tolerance. The peak has one for those who sum up the profiler's operations: what an operation takes
-# and gives back is seen at its end only. What a learner may forget is larger: weights and optimizer are 1 % of the peak.
+# and gives back is seen at its end only. What a learner may forget is larger: weights alone are 3 % of the peak.
 KEYS = {"weights": ("parameters", 0), "optimizer": ("optimizer_state", 0), "gradients": ("gradients", 0)}
 KEYS |= {"activations": ("activations", 0), "peak": ("peak", 0.005)}
 HINTS: dict[str, Callable[[dict[str, Any]], bool]] = {

@@ -64,12 +64,11 @@ def _best(job: Job, free: float, **wrong: Any) -> frozenset[str] | None:
 def cheapest(choose: Callable[..., Any]) -> str:
     """The announced jobs; then one that each wrong way gets wrong, two on the margin's edge, and one that cannot fit."""
     hints = {say: lambda f, w=w: _need(*f["of"], **w) == f["claim"] != f["need"] for say, w in WAYS.items()}
-    hints["that is the answer without your margin"] = lambda f: f["of"][1] == _best(f["of"][0], 0.0)
+    hints["that is the answer without your margin"] = lambda f: f["of"][1] == _best(f["of"][0], 0.0) != f["best"]
     contract, draw = Contract(hints), random.Random(fresh_seed())
     free = [_right(choose, job, contract) for job in JOBS][0]
     drawn = draw.sample([Job(model, *size) for model in MODELS for size in SIZES], len(MODELS) * len(SIZES))
-    fresh = [next(job for job in drawn if _best(job, 0.0) != _best(job, free))]
-    fresh += [next(job for job in drawn if _best(job, free, **wrong) != _best(job, free)) for wrong in WAYS.values()]
+    fresh = [next(job for job in drawn if _best(job, free, **wrong) != _best(job, free)) for wrong in WAYS.values()]
     edge = _need(drawn[0], _best(drawn[0], free)) / (1 - free) / 2**30
     fresh += [replace(drawn[0], card=f"{edge * nudge:.4f}GiB") for nudge in (1.0005, 0.9995)]
     for job in (*fresh, Job("qwen2.5-14b", f"{draw.randint(150, 240) / 10}GiB", 2, 4096)):
@@ -91,13 +90,11 @@ def _right(choose: Callable[..., Any], job: Job, contract: Contract) -> float | 
     one = 0.02 <= free <= 0.2 and free == facts.setdefault("free", free)
     holds(one, f"{it}: 'free' is {free:g}; decide for one share between 0.02 and 0.2, for all jobs")
     holds(_can_be(job, mine), f"{it}: {sorted(mine)} is no set of changes that can be made")
-    need, best = _need(job, mine), _best(job, free)
-    facts |= {"of": (job, mine), "claim": memory - spare, "need": need}
+    left, best = memory - (need := _need(job, mine)), _best(job, free)
+    facts |= {"of": (job, mine), "claim": memory - spare, "need": need, "best": best}
     short = f"{it}: your set for {SETS[mine]} % needs {gib(need)} of {gib(memory)}, and you want {free:.1%} free"
     holds(need <= memory * (1 - free), short if best is not None else f"{short}; nothing does, so raise ValueError")
     holds(mine == best, f"{it}: your set costs {SETS[mine]} %, and one for {SETS[best]} % fits")
-    holds(
-        abs(memory - need - spare) <= memory / 200,
-        f"{it}: 'spare' is {spare:,.0f}, and {memory - need:,} bytes are left",
-    )
+    holds(abs(left - spare) <= memory / 200, f"{it}: 'spare' is {spare:,.0f}, and {left:,} bytes are left")
+    del facts["of"]
     return free
