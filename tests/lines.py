@@ -18,7 +18,7 @@ ROOMS = {
         3006,
         2300,
     ),  # how a rank's process ends is worth 82 lines, and who calls what 40: neither was told
-    "course_lib/observe": (2003, 1150),  # memory snapshots, emulated where there is no GPU, and read on both
+    "course_lib/observe": (2015, 1150),  # memory snapshots, emulated where there is no GPU, and read on both
     "course_lib/collectives": (713, 650),
     "course_lib/memory": (2850, 2300),
     "course_lib/parallel": (663, 550),
@@ -38,14 +38,14 @@ ROOMS = {
     "course_tools/monitoring": (744, 450),
     "course_tools/doctor": (719, 450),
     "course_tools": (151, 150),
-    "course_checks/harness": (1029, 700),
-    "course_checks": (10737, 3850),
+    "course_checks/harness": (1135, 700),  # clauses and hints; what they replace goes with the labs that use it
+    "course_checks": (10569, 3850),
     "classroom": (1651, 1200),  # the board tells how well a learner guesses
-    "tests/planted": (3587, 1300),
+    "tests/planted": (3391, 1300),
     "tests": (
-        14672,
+        14784,
         9700,
-    ),  # a step's timeline and its snapshot, each beside a second instrument
+    ),  # mutants of a lab's solution; a step's timeline and snapshot, each beside a second instrument
     "benchmarks": (2531, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one
     "site": (504, 450),
 }

@@ -56,7 +56,7 @@ def number(value: Any, what: str) -> float:
     value = returned(value, (int, float, Fraction), what)
     if not math.isfinite(value):
         raise NotYet(f"{what} is {value}, and should be a finite number")
-    return value
+    return float(value) if isinstance(value, Fraction) else value
 
 
 def close(

@@ -29,14 +29,15 @@ class Contract:
     """Clauses of one exercise.
 
     Attributes:
+        about: what every sentence begins with, the case that is looked at.
         hints: sentence -> whether it explains a failure, told from the facts. Those that need a fact which is not known yet
             do not fit.
         facts: what has been seen of the answer; a clause adds what it compared under its own name. "clause" is the one that
             does not hold.
     """
 
-    def __init__(self, hints: Hints | None = None, facts: Facts | None = None) -> None:
-        self.hints, self.facts = dict(hints or {}), {} if facts is None else facts
+    def __init__(self, hints: Hints | None = None, facts: Facts | None = None, about: str = "") -> None:
+        self.hints, self.facts, self.about = dict(hints or {}), {} if facts is None else facts, about
         self._said: list[str] = []
 
     def values(self, what: str, yours: Any, expected: Any, *, rtol: float, atol: float = 0.0) -> None:
@@ -75,13 +76,13 @@ class Contract:
         self._said.append(sentence)
 
     def evidence(self) -> str:
-        return "; ".join(self._said)
+        return ": ".join(part for part in (self.about, "; ".join(self._said)) if part)
 
     def broken(self, sentence: str, clause: str = "") -> NotYet:
         """The clause's sentence with the first hint that fits."""
         self.facts["clause"] = clause
         hint = next((hint for hint, fits in self.hints.items() if self._fits(fits)), "")
-        return NotYet(f"{sentence}: {hint}" if hint else sentence)
+        return NotYet(": ".join(part for part in (self.about, sentence, hint) if part))
 
     def _fits(self, fits: Callable[[Facts], bool]) -> bool:
         try:

@@ -14,7 +14,9 @@ from course_checks.lab01.common import lab
 
 CHUNKS_AT_ONCE = 7  # (chunk x vocabulary) tensors in fp32: with a soft cap written out by hand, six are alive together
 HINTS = {
-    "that is a mean of the chunks' means: chunks with fewer targets must weigh less": lambda f: f.near(f["of means"]),
+    "chunks with fewer targets must weigh less, and one without any must weigh nothing": lambda f: (
+        f.near(f["of means"]) or (f["clause"] == "the loss" and math.isnan(f["the loss"].item()))
+    ),
     "tokens without a target count as well: divide by the number of targets": lambda f: f.near(f["over tokens"]),
     "backward() leaves the gradient of the loss itself: multiply it by the gradient that comes in": lambda f: (
         f["clause"] == "gradient of hidden"
@@ -80,8 +82,10 @@ def chunked_loss(chunked_loss: Callable[..., Any]) -> str:
 
 
 def _call(chunked_loss: Callable[..., Any], case: Case, given: Any, contract: Contract) -> torch.Tensor:
-    loss = returned(chunked_loss(*given, case.chunk, case.softcap), torch.Tensor, "the loss")
+    softcap = {} if case.softcap is None else {"softcap": case.softcap}
+    loss = returned(chunked_loss(*given, case.chunk, **softcap), torch.Tensor, "the loss")
     contract.holds(loss.dim() == 0, f"the loss has the shape {tuple(loss.shape)}, and should be one number")
+    contract.holds(loss.dtype == given[0].dtype, f"the loss is in {loss.dtype}, and hidden in {given[0].dtype}")
     contract.holds(loss.requires_grad, "the loss has no graph: backward() must reach `hidden` and `head`")
     return loss
 
@@ -96,7 +100,7 @@ def _values(chunked_loss: Callable[..., Any], case: Case, seed: int) -> None:
     pieces = zip(each.detach().split(case.chunk), counts.split(case.chunk), strict=True)
     means = [(some.sum() / here.sum()).item() for some, here in pieces if here.any()]
     facts = {"of means": sum(means) / len(means), "over tokens": each.mean().item(), "weight": case.weight}
-    contract = Contract(HINTS, Facts(facts, wanted=hidden.grad))
+    contract = Contract(HINTS, Facts(facts, wanted=hidden.grad), about=str(case))
     made_from = (given[0] * 1, given[1] * 1, given[2])  # in a model, neither is a leaf
     loss = _call(chunked_loss, case, made_from, contract)
     _call(chunked_loss, case, inputs(case, seed + 1), contract)  # another loss before the first one's backward
@@ -113,15 +117,13 @@ def _bytes(chunked_loss: Callable[..., Any], case: Case, seed: int) -> str:
     budget = CHUNKS_AT_ONCE * one + 3 * (
         given[0].nbytes + given[1].nbytes
     )  # gradient, what is added to it, one to spare
-    contract = Contract(HINTS, Facts(budget=budget))
+    contract = Contract(HINTS, Facts(budget=budget), about=str(case))
     with LiveTensors(every=True) as live:
         loss = _call(chunked_loss, case, given, contract)
         contract.facts["after forward"] = live.bytes()
         loss.backward()
     made = [math.prod(new.shape) for new in live.made if case.vocab in new.shape and case.width not in new.shape]
-    contract.holds(sum(made) >= case.tokens * case.vocab, f"{case}: not all logits were computed")
-    contract.holds(
-        max(made) <= case.chunk * case.vocab, f"{case}: you make the logits of {max(made) // case.vocab} tokens"
-    )
-    contract.memory(f"{case}: the worst moment", live.highest, at_most=budget, at_least=one)
+    contract.holds(sum(made) >= case.tokens * case.vocab, "not all logits were computed")
+    contract.holds(max(made) <= case.chunk * case.vocab, f"you make the logits of {max(made) // case.vocab} tokens")
+    contract.memory("the worst moment", live.highest, at_most=budget, at_least=one)
     return contract.evidence()

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from course_checks.harness import Contract, NotYet, fresh_seed, returned
+from course_checks.harness import Contract, NotYet, fresh_seed, number, returned
 from course_checks.lab01.common import gib, lab
+from course_lib.observe.fake import LiveStorages
 from course_lib.observe.memory import AllocatorLog, MemoryProbe, SavedForBackward
 
 # The probe's names, and a tolerance. The peak has one for those who sum up the profiler's operations: what an operation takes
@@ -25,12 +26,20 @@ KEYS |= {"activations": ("activations", 0), "peak": ("peak", 0.005)}
 HINTS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "are the buffers in it?": lambda f: f["key"] == "weights" and f["yours"] < f["true"],
     "the state does not exist before the first step": lambda f: f["key"] == "optimizer" and not f["yours"],
-    "does anything count twice, or a weight, or what was gone?": lambda f: (
+    "what autograd has let go of counts no longer, and a weight never": lambda f: (
         f["key"] == "activations" and f["yours"] > f["true"]
+    ),
+    "a view keeps its whole storage alive: count storages": lambda f: (
+        f["key"] == "activations" and f["yours"] < f["true"]
     ),
     "does it begin with all that is there before?": lambda f: f["key"] == "peak" and f["yours"] < f["true"],
 }
-INSTRUMENTS = ((MemoryProbe, "measure"), (AllocatorLog, "__enter__"), (SavedForBackward, "__enter__"))
+INSTRUMENTS = (
+    (MemoryProbe, "measure"),
+    (LiveStorages, "__enter__"),
+    (AllocatorLog, "__enter__"),
+    (SavedForBackward, "__enter__"),
+)
 REFUSED = NotYet("that is one of the course's own instruments: count it with PyTorch's own tools")
 Training = tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints two lines at every run
@@ -55,10 +64,12 @@ def convolutional(rows: int) -> Training:
 
 
 def unseen(rows: int) -> Training:
-    """Frozen weights, and two micro-batches."""
+    """Frozen weights, trained ones that no gradient reaches, and two micro-batches."""
     width = 8 * rows
     layers = [nn.Linear(40, width), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(width), nn.Linear(width, 300)]
     model = nn.Sequential(nn.Embedding(300, 40).requires_grad_(False), *layers)
+    model[-1].unused = nn.Linear(20, 20)
+    model[-1].register_buffer("table", torch.zeros(300), persistent=False)
     return _training(model, torch.optim.RMSprop(model.parameters(), momentum=0.9), model, (rows, 48), (rows - 2, 40))
 
 
@@ -73,7 +84,7 @@ def _training(model: nn.Module, optimizer: Any, logits: Any, *batches: tuple[int
     return model, optimizer, step
 
 
-@lab.exercise("A step that the lesson did not count", importance=4, difficulty=4, minutes=25)
+@lab.exercise("A step that the lesson did not count", importance=4, difficulty=4, minutes=40)
 def count_step(count: Callable[..., Any]) -> str:
     """Three models, each beside the probe on its twin; oneDNN, whose memory depends on the CPU, is off for both."""
     draw, contract, alive = random.Random(fresh_seed()), Contract(HINTS), []  # none is freed while the next is counted
@@ -94,7 +105,9 @@ def count_step(count: Callable[..., Any]) -> str:
                     refusing.enter_context(patch.object(owner, name, side_effect=REFUSED))
                 yours = returned(count(*theirs), dict, f"what you count of {make.__name__}")
             for key, (probes, rtol) in KEYS.items():
-                contract.facts.update(key=key, yours=yours.get(key), true=probe.bytes[probes])
-                contract.values(f"{key!r} of {make.__name__}", yours.get(key), probe.bytes[probes], rtol=rtol)
+                mine, true = number(yours.get(key), f"{key!r} of {make.__name__}"), probe.bytes[probes]
+                contract.facts.update(key=key, yours=mine, true=true)
+                told = f"{key!r} of {make.__name__}: you count {mine:,.0f} bytes, and there are {true:,}"
+                contract.holds(abs(mine - true) <= rtol * true, told)
             contract.say(f"{make.__name__}: peak {gib(yours['peak'])}, activations {gib(yours['activations'])}")
     return contract.evidence()

@@ -52,7 +52,7 @@ HINTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "it only calls: which line in there asks for that much?": lambda f: f["run"] == "A" and "= loss_of" in f["text"],
     "every step asks for that anew; which line keeps it?": lambda f: f["run"] == "C" and f["line"] < 28 and f["held"],
     "a traceback names who asked last, not who holds most": lambda f: f["line"] in f["broke"] and not f["right"],
-    "before it fails, PyTorch gives its empty segments back anyway": lambda f: f["right"] and "empty" in f["cure"],
+    "which row of the table does this cure remove?": lambda f: f["right"],
 }
 
 
@@ -114,7 +114,7 @@ def cured(run: str, cure: str) -> tuple[int, int]:
     return sum(new and size == MARK for new, _, size in events[: len(replayed.timeline)]), replayed.reserved_peak
 
 
-@lab.exercise("Three runs out of memory", importance=5, difficulty=3, minutes=25)
+@lab.exercise("Three runs out of memory", importance=5, difficulty=3, minutes=20)
 def findings(findings: Callable[..., Any]) -> str:
     """A line that fills the card, and a cure with which the run sees all its steps through."""
     yours, contract = returned(findings(), Mapping, "your findings"), Contract(HINTS)

@@ -4,7 +4,7 @@ MUTANTS = [
     ('findings', '"A": (18, "compute the loss in chunks")', '"A": (28, "compute the loss in chunks")', 'asked last'),
     ('findings', '"A": (18, "compute the loss in chunks")', '"A": (27, "compute the loss in chunks")', 'only calls'),
     ('findings', '"A": (18, "compute the loss in chunks")', '"A": (18, "checkpoint every block")', 'in step 1'),
-    ('findings', '"A": (18, "compute the loss in chunks")', '"A": (18, "empty_cache() after every step")', 'anyway'),
+    ('findings', '"A": (18, "compute the loss in chunks")', '"A": (18, "empty_cache() after every step")', 'which row'),
     ('findings', '"B": (29, "update each weight inside backward")', '"B": (28, "update each weight inside backward")', '23.0'),
     ('findings', '"B": (29, "update each weight inside backward")', '"B": ("29", "update each weight inside backward")', 'type int'),
     ('findings', '"C": (33, "keep loss.item(), not the loss")', '"C": (19, "keep loss.item(), not the loss")', 'keeps it'),
@@ -27,8 +27,8 @@ MUTANTS = [
     ('count_step', '    step()  # the optimizer makes its state in its first step\n', '', 'before the first step'),
     ('count_step', 'size(gradients())\n\n    hook', 'size(model.parameters())\n\n    hook', "'gradients' of unseen"),
     ('count_step', 'self.key = (storage.data_ptr(), storage.nbytes())', 'self.key = (tensor.data_ptr(), tensor.nbytes)', "'activations' of gpt2"),
-    ('count_step', ' if address not in own)', ')', 'or a weight'),
-    ('count_step', '        def __del__(self):  # autograd lets go\n            kept[self.key] -= 1\n', '', 'or what was gone'),
+    ('count_step', ' if address not in own)', ')', 'a weight never'),
+    ('count_step', '        def __del__(self):  # autograd lets go\n            kept[self.key] -= 1\n', '', 'let go of'),
     ('count_step', 'now = highest = before', 'now = highest = 0', 'there before'),
     ('count_step', '[*weights, *state, *gradients()]', '[*weights, *state]', "'peak' of convolutional"),
     ('count_step', 'return found | {"peak": highest}', 'return found | {"peak": sum(found.values())}', "'peak' of gpt2"),
@@ -42,6 +42,12 @@ MUTANTS = [
     ('cheapest', 'free = 0.05\n', 'free = 0.05 if job.sequences == 2 else 0.1\n', 'for all jobs'),
     ('cheapest', ' cannot be made to fit on {job.card} with', ' cannot be made to fit with', 'does not name the card'),
     ('cheapest', '        raise ValueError(f"{job.model} cannot be made to fit on {job.card} with {free:.0%} free")\n', '        found = [(0, (), 0)]\n', 'raise ValueError'),
+    ("cheapest", '{"method": job.method, ', '{"method": "full", ', ""),
+    ("cheapest", '"precision": job.precision', '"precision": "bf16-mixed"', ""),
+    ("corrected_estimate", "return max(at_the_loss, at_the_step)", 'return estimate(config, precision="fp32", seq_len=tokens).peak', "calculator"),
+    ('cheapest', '"micro_batch_size": job.sequences // 2, "num_microbatches": 2', '"num_microbatches": 2', ""),
+    ('most_answers', 'with_cache = [rollout] if step.sleeps else [rollout, training, sync]\n    if max(rollout, training, sync) > room:', 'with_cache = [rollout]\n    if rollout > room:', "must fit, too"),
+    ('most_answers', 'max(rollout, training, sync)', 'max(rollout, training)', ""),
     ('most_answers', '(step.prompt + step.group * step.answer)', 'step.group * (step.prompt + step.answer)', 'share the keys'),
     ('most_answers', 'bf16 if full else 0\n', 'bf16\n', 'the reference'),
     ('most_answers', '0 if step.sleeps else bf16', 'bf16', ''),
@@ -160,7 +166,7 @@ def cheapest(job):
 def most_answers(step):
     shape, memory = shape_of(step.model), card(step.card).memory
     need = estimate(
-        shape, method=step.method, micro_batch_size=1, seq_len=step.prompt + step.answer, num_microbatches=2,
+        shape, method=step.method, precision=step.precision, micro_batch_size=1, seq_len=step.prompt + step.answer, num_microbatches=2,
         activation_checkpointing="full",
     )
     weights = 2 * shape.parameters
