@@ -48,10 +48,13 @@ def judged(lab: Lab, exercise: str, source: str) -> Verdict:
 def survivors(lab: Lab, exercise: str, mutants: Iterable[Mutant]) -> list[str]:
     """The planted answers of an exercise that do not hear their word, each in one line."""
     answer, wrong = solution(lab)[1][exercise], []
-    for _, old, new, word in (mutant for mutant in mutants if mutant[0] == exercise):
+    planted = [mutant for mutant in mutants if mutant[0] == exercise]
+    assert planted, f"nothing is planted in {exercise}"
+    for _, old, new, word in planted:
         assert answer.count(old) == 1, f"{exercise}: the solution has {old!r} {answer.count(old)} times"
         verdict = judged(lab, exercise, answer.replace(old, new))
-        if verdict.status != "not yet" or word not in verdict.message:
+        crashed = "your code raised" in verdict.message and "raised" not in word
+        if verdict.status != "not yet" or word not in verdict.message or crashed:
             wrong.append(f"{new!r} should hear {word!r}, and heard {str(verdict)!r}")
     return wrong
 

@@ -27,6 +27,8 @@ def test_measuring_leaves_threads_and_random_numbers_alone() -> None:
     torch.manual_seed(3)
     expected, threads = torch.rand(1), torch.get_num_threads()
     torch.manual_seed(3)
+    for cached in (measured.step_peak, timelines.crash, timelines.cured):
+        cached.cache_clear()
     measured.step_peak(1, (16, 2, 1, 32), 32, 1, 8)
     timelines.crash("B")
     timelines.cured("B", "update each weight inside backward")
@@ -39,10 +41,8 @@ def test_a_cure_trains_as_the_script_does() -> None:
     weights = {}
     for cure in ("", *timelines.CURES):
         torch.manual_seed(0)
-        model, train = timelines._script("C", cure)
-        timelines.RUNS["C"]["steps"], kept = 3, timelines.RUNS["C"]["steps"]
+        model, train = timelines.script_of("C", cure, steps=3)
         train()
-        timelines.RUNS["C"]["steps"] = kept
         weights[cure] = torch.cat([p.detach().flatten() for p in model.parameters()])
     for cure, each in weights.items():
         assert (each - weights[""]).abs().max() < 1e-4, cure

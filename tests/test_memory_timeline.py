@@ -169,6 +169,23 @@ def test_the_emulated_snapshot_has_the_counted_peak_and_knows_who_holds_it(train
     assert "MemoryViz.js" in _memory_viz.trace_plot(loaded) and "free completed" in _memory_viz.trace(loaded)
 
 
+def test_on_a_full_card_the_snapshot_ends_with_the_request_that_failed(tmp_path) -> None:
+    held, file = [torch.empty(2**20)], tmp_path / "full.pickle"  # 4 MiB, in a segment of 20
+
+    def step() -> None:
+        first = torch.empty(3 * 2**20)
+        second = torch.empty(5 * 2**20)
+        del first, second
+
+    emulate_snapshot(file, step, held, limit=32 * 2**20)
+    trace = pickle.loads(file.read_bytes())["device_traces"][0]
+    failed = trace[-1]
+    assert (failed["action"], failed["size"], failed["device_free"]) == ("oom", 20 * 2**20, 12 * 2**20)
+    assert [f["line"] for f in failed["frames"] if f["name"] == "step"] == [step.__code__.co_firstlineno + 2]
+    assert read_snapshot(file).peak == 16 * 2**20
+    assert_refused([(lambda: emulate_snapshot(file, step, held, limit=2**20), ValueError, "limit=1,048,576")])
+
+
 def test_a_gpus_snapshot_starts_with_what_was_there_and_counts_what_was_asked_for(tmp_path) -> None:
     frames = [{"filename": f"{TORCH}/nn/a.py", "line": 1, "name": "f"}, {"filename": __file__, "line": 1, "name": "g"}]  # fmt: skip
     trace = [

@@ -8,39 +8,34 @@ import random
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from course_checks.harness import Contract, NotYet, fresh_seed, number, returned
-from course_checks.lab01.common import gib, lab
+from course_checks.harness import Contract, fresh_seed, number, returned
+from course_checks.lab01.common import lab, refused
 from course_lib.observe.fake import LiveStorages
 from course_lib.observe.memory import AllocatorLog, MemoryProbe, SavedForBackward
+from course_lib.units import nice_bytes
 
-# The probe's names, and a tolerance. The peak has one for those who sum up the profiler's operations: what an operation takes
-# and gives back is seen at its end only. What a learner may forget is larger: weights alone are 3 % of the peak.
-KEYS = {"weights": ("parameters", 0), "optimizer": ("optimizer_state", 0), "gradients": ("gradients", 0)}
-KEYS |= {"activations": ("activations", 0), "peak": ("peak", 0.005)}
+# What the probe calls them. Only the peak has a tolerance, for those who sum up the profiler's operations: what one takes and
+# gives back is seen at its end. The smallest thing that one can forget, the weights, is 3 % of the peak.
+PROBES = {"weights": "parameters", "optimizer": "optimizer_state", "gradients": "gradients", "activations": "activations", "peak": "peak"}  # fmt: skip
+PEAK_TOLERANCE = 0.005
 HINTS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "are the buffers in it?": lambda f: f["key"] == "weights" and f["yours"] < f["true"],
     "the state does not exist before the first step": lambda f: f["key"] == "optimizer" and not f["yours"],
-    "what autograd has let go of counts no longer, and a weight never": lambda f: (
+    "count each storage once, only while autograd keeps it, and never a weight's": lambda f: (
         f["key"] == "activations" and f["yours"] > f["true"]
     ),
     "a view keeps its whole storage alive: count storages": lambda f: (
         f["key"] == "activations" and f["yours"] < f["true"]
     ),
-    "does it begin with all that is there before?": lambda f: f["key"] == "peak" and f["yours"] < f["true"],
+    "does it start from what was allocated before the step?": lambda f: f["key"] == "peak" and f["yours"] < f["true"],
 }
-INSTRUMENTS = (
-    (MemoryProbe, "measure"),
-    (LiveStorages, "__enter__"),
-    (AllocatorLog, "__enter__"),
-    (SavedForBackward, "__enter__"),
-)
-REFUSED = NotYet("that is one of the course's own instruments: count it with PyTorch's own tools")
+INSTRUMENTS = (MemoryProbe, "measure"), (LiveStorages, "__enter__"), (AllocatorLog, "__enter__"), (SavedForBackward, "__enter__")  # fmt: skip
+REFUSED = "that is one of the course's own instruments: count it with PyTorch's own tools"
 Training = tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints two lines at every run
 
@@ -100,14 +95,15 @@ def count_step(count: Callable[..., Any]) -> str:
                 step()
             alive += [step, theirs := make(rows)]
             gc.collect()
-            with ExitStack() as refusing:
-                for owner, name in INSTRUMENTS:
-                    refusing.enter_context(patch.object(owner, name, side_effect=REFUSED))
+            with refused(REFUSED, *INSTRUMENTS):
                 yours = returned(count(*theirs), dict, f"what you count of {make.__name__}")
-            for key, (probes, rtol) in KEYS.items():
-                mine, true = number(yours.get(key), f"{key!r} of {make.__name__}"), probe.bytes[probes]
+            for key, probes in PROBES.items():
+                contract.holds(key in yours, f"your dict lacks {key!r}")
+                mine, true = number(yours[key], f"{key!r} of {make.__name__}"), probe.bytes[probes]
                 contract.facts.update(key=key, yours=mine, true=true)
                 told = f"{key!r} of {make.__name__}: you count {mine:,.0f} bytes, and there are {true:,}"
-                contract.holds(abs(mine - true) <= rtol * true, told)
-            contract.say(f"{make.__name__}: peak {gib(yours['peak'])}, activations {gib(yours['activations'])}")
+                contract.holds(abs(mine - true) <= (PEAK_TOLERANCE * true if key == "peak" else 0), told)
+            contract.say(
+                f"{make.__name__}: peak {nice_bytes(yours['peak'])}, activations {nice_bytes(yours['activations'])}"
+            )
     return contract.evidence()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, NamedTuple
-from unittest import mock
 
-from course_checks.harness import Contract, NotYet, fresh_seed, gives, number
+from course_checks.harness import Contract, fresh_seed, gives, number
 from course_checks.lab01 import measured
-from course_checks.lab01.common import gib, lab
+from course_checks.lab01.common import lab, refused
 from course_lib.memory import timeline
 from course_lib.observe.memory import AllocatorLog
+from course_lib.units import nice_bytes
 
 TOLERANCE = 0.02
+REFUSED = "you ask the course's calculator or its instruments: here you work the bytes out from the arguments"
 GIVEN = (  # what each way to an answer that is not the learner's own goes through
     (sys.modules["course_lib.memory.estimate"], "breakdown_of"),
     (timeline, "check_sizes"),
@@ -87,21 +87,15 @@ def corrected_estimate(corrected: Callable[..., Any]) -> str:
     yours = []
     for case in cases:
         config = measured.model_of(case.layers, case.widths, case.vocab, case.length, device="meta").config
-        with ExitStack() as refused:
-            for owner, name in GIVEN:
-                refused.enter_context(mock.patch.object(owner, name, _refuse))
+        with refused(REFUSED, *GIVEN):
             answer = corrected(case.weights, config, case.rows * case.length, case.moments, case.micro_batches)
         yours.append(number(answer, "the corrected estimate"))
     hints = {sentence: lambda _, s=slip: gives(lambda case: peak(case, s), cases, yours, 0.01) for slip, sentence in SENTENCES.items()}  # fmt: skip
     contract = Contract(hints)
     seen = [measured.step_peak(*case) for case in cases]
     for case, mine, truth in zip(cases, yours, seen, strict=True):
-        story = f"{case}: the allocator saw {gib(truth)} and you have {gib(mine)}, {mine / truth:.1%}"
+        story = f"{case}: the allocator saw {nice_bytes(truth)} and you have {nice_bytes(mine)}, {mine / truth:.1%}"
         contract.holds(abs(mine / truth - 1) <= TOLERANCE, story)
     off = max(abs(mine / truth - 1) for mine, truth in zip(yours, seen, strict=True))
     tool = ", ".join(f"{4 * case.weights / truth:.0%}" for case, truth in zip(cases, seen, strict=True))
     return f"within {off:.1%} of the peaks of {len(cases)} real steps; the tool gives {tool} of them"
-
-
-def _refuse(*_: Any, **__: Any) -> None:
-    raise NotYet("you ask the course's calculator or its instruments: here you work the bytes out from the arguments")

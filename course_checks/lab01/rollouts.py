@@ -36,7 +36,7 @@ class RLStep:
 
     def __str__(self) -> str:
         engine = "an engine that sleeps" if self.sleeps else "an engine that stays awake"
-        return f"{self.model}, {self.method}, {self.precision}, on a {self.card}, groups of {self.group} of {self.prompt} + {self.answer} tokens, {engine}"
+        return f"{self.model}, {self.method}, {self.precision}, on {self.card}, groups of {self.group} of {self.prompt} + {self.answer} tokens, {engine}"
 
 
 STEPS = (
@@ -76,10 +76,9 @@ def most(step: RLStep, slip: str = "") -> int:
     }
     if slip == "rollout only":
         moments = {"rollout": moments["rollout"]}
-    groups = min(
-        int((room - fixed) // cache) if cached or fixed > room else 10**9 for fixed, cached in moments.values()
-    )
-    return max(groups, 0) * step.group
+    if max(fixed for fixed, _ in moments.values()) > room:
+        return 0
+    return int((room - max(fixed for fixed, cached in moments.values() if cached)) // cache) * step.group
 
 
 SENTENCES = {

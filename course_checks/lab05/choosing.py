@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from course_checks.harness import NotYet, named_mistake, returned
-from course_checks.lab01.common import NO_SLIP, Slips, gib
-from course_checks.lab05.common import lab
+from course_checks.lab05.common import NO_SLIP, Slips, gib, lab
 from course_checks.lab05.machines import MACHINES, MORE, SETTINGS, Machine, Setting, gpu_bytes, host_bytes
 from course_lib.memory import card, shape_of
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from course_checks.harness import NotYet, in_bytes, named_mistake, number
-from course_checks.lab01.common import NO_SLIP, Slips, far
-from course_checks.lab05.common import lab
+from course_checks.lab05.common import NO_SLIP, Slips, far, lab
 
 
 class Case(NamedTuple):

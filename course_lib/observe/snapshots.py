@@ -71,7 +71,7 @@ def emulate_snapshot(
     trace: list[dict[str, Any]] = []
     blocks: dict[int, dict[str, Any]] = {}  # those that are there at the end
     reserved = 0
-    for event, moment in zip(log.events, replayed.timeline, strict=limit is None):
+    for event, moment in zip(log.events[: len(replayed.timeline)], replayed.timeline, strict=True):
         address, stack = (event.id + 1) << 36, frames.get(event.id, []) if event.at else []
         entry = {"addr": address, "size": event.bytes, "stream": 0, "time_us": event.at // 1000, "frames": stack}
         if event.allocate:
@@ -89,6 +89,8 @@ def emulate_snapshot(
         reserved = moment.reserved
     if replayed.out_of_memory is not None:
         failed, cached = log.events[len(replayed.timeline)], reserved
+        if not failed.at:
+            raise ValueError(f"limit={limit:,} bytes do not even take what is held before the step: give more.")
         reserved = sum(segment.bytes for segment in replayed.segments)  # the cached ones were given back in vain
         entry = {"stream": 0, "time_us": failed.at // 1000, "frames": []}
         if cached > reserved:

@@ -1,6 +1,7 @@
 """Lab 1. MUTANTS: (exercise, what the solution says, what is planted, a word of the verdict). RIGHT: written another way."""
 
 MUTANTS = [
+    ("findings", '"B": (29, "update each weight inside backward")', '"B": (99, "update each weight inside backward")', "no line 99"),
     ('findings', '"A": (18, "compute the loss in chunks")', '"A": (28, "compute the loss in chunks")', 'asked last'),
     ('findings', '"A": (18, "compute the loss in chunks")', '"A": (27, "compute the loss in chunks")', 'only calls'),
     ('findings', '"A": (18, "compute the loss in chunks")', '"A": (18, "checkpoint every block")', 'in step 1'),
@@ -27,9 +28,9 @@ MUTANTS = [
     ('count_step', '    step()  # the optimizer makes its state in its first step\n', '', 'before the first step'),
     ('count_step', 'size(gradients())\n\n    hook', 'size(model.parameters())\n\n    hook', "'gradients' of unseen"),
     ('count_step', 'self.key = (storage.data_ptr(), storage.nbytes())', 'self.key = (tensor.data_ptr(), tensor.nbytes)', "'activations' of gpt2"),
-    ('count_step', ' if address not in own)', ')', 'a weight never'),
-    ('count_step', '        def __del__(self):  # autograd lets go\n            kept[self.key] -= 1\n', '', 'let go of'),
-    ('count_step', 'now = highest = before', 'now = highest = 0', 'there before'),
+    ('count_step', ' if address not in own)', ')', 'never a weight'),
+    ('count_step', '        def __del__(self):  # autograd lets go\n            kept[self.key] -= 1\n', '', 'once, only while'),
+    ('count_step', 'now = highest = before', 'now = highest = 0', 'before the step'),
     ('count_step', '[*weights, *state, *gradients()]', '[*weights, *state]', "'peak' of convolutional"),
     ('count_step', 'return found | {"peak": highest}', 'return found | {"peak": sum(found.values())}', "'peak' of gpt2"),
     ('count_step', 'return found | {"peak": highest}', 'from course_lib.observe import MemoryProbe\n    probe = MemoryProbe(model, optimizer)\n    with probe.measure():\n        step()\n    return found | {"peak": probe.bytes["peak"]}', 'own instruments'),
@@ -59,7 +60,7 @@ RIGHT = {
     "findings": [
         """
 def findings():
-    return {"A": (19, "compute the loss in chunks"), "B": [23, "update each weight inside backward"], "C": (33.0, "validate under no_grad")}
+    return {"A": (19, "compute the loss in chunks"), "B": [29, "update each weight inside backward"], "C": (33.0, "validate under no_grad")}
 """,
     ],
     "chunked_loss": [
@@ -94,6 +95,38 @@ class OnTheWay(torch.autograd.Function):
 
 def chunked_loss(hidden, head, labels, chunk, softcap=None):
     return OnTheWay.apply(hidden, head, labels, chunk, softcap)
+''',
+        '''
+class Targets(torch.autograd.Function):
+    """Drops the rows without a target first, and works in place."""
+
+    @staticmethod
+    def forward(ctx, hidden, head, labels, chunk, softcap):
+        keep = (labels != -100).nonzero().flatten()
+        into_hidden, into_head, total = torch.zeros_like(hidden), torch.zeros_like(head), hidden.new_zeros(())
+        for rows in keep.split(chunk):
+            logits, right = hidden[rows] @ head.T, torch.arange(len(rows))
+            if softcap is not None:
+                logits.div_(softcap).tanh_().mul_(softcap)
+                slope = 1 - (logits / softcap).square_()
+            total += (logits.logsumexp(-1) - logits[right, labels[rows]]).sum()
+            logits.sub_(logits.logsumexp(-1, keepdim=True)).exp_()
+            logits[right, labels[rows]] -= 1
+            if softcap is not None:
+                logits.mul_(slope)
+            into_hidden[rows] = logits @ head / len(keep)
+            into_head.addmm_(logits.T, hidden[rows], alpha=1 / len(keep))
+        ctx.save_for_backward(into_hidden, into_head)
+        return total / len(keep)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        into_hidden, into_head = ctx.saved_tensors
+        return gradient * into_hidden, gradient * into_head, None, None, None
+
+
+def chunked_loss(hidden, head, labels, chunk, softcap=None):
+    return Targets.apply(hidden, head, labels, chunk, softcap)
 ''',
     ],
     "corrected_estimate": [
