@@ -51,7 +51,8 @@ CASES = (
     Case(45, 8, 40, 64, 5.5, 0.3),  # one chunk, larger than all tokens
     Case(64, 8, 48, 24, 3.0, 0.8, weight=-3.0),  # the first chunk has no target at all
 )
-LARGE = (Case(720, 19, 3000, 34, None, 0.2), Case(500, 29, 2500, 5, 4.0, 0.2))  # and up to 3 tokens more to a chunk
+# And up to 3 tokens more to a chunk. No chunk has as many tokens as the head is wide: their logits are told from its gradient.
+LARGE = (Case(720, 41, 3000, 34, None, 0.2), Case(500, 29, 2500, 5, 4.0, 0.2))
 
 
 class Facts(dict):
