@@ -20,7 +20,7 @@ ROOMS = {
     ),  # how a rank's process ends is worth 82 lines, and who calls what 40: neither was told
     "course_lib/observe": (2017, 1150),  # memory snapshots, emulated where there is no GPU, and read on both
     "course_lib/collectives": (713, 650),
-    "course_lib/memory": (2850, 2300),
+    "course_lib/memory": (2854, 2300),
     "course_lib/parallel": (663, 550),
     "course_lib/models": (739, 400),  # the Llama of any widths came from training
     "course_lib/training": (5771, 1200),
@@ -38,12 +38,12 @@ ROOMS = {
     "course_tools/monitoring": (744, 450),
     "course_tools/doctor": (719, 450),
     "course_tools": (151, 150),
-    "course_checks/harness": (1135, 700),  # clauses and hints; what they replace goes with the labs that use it
-    "course_checks": (10594, 3850),
+    "course_checks/harness": (1150, 700),  # clauses and hints; what they replace goes with the labs that use it
+    "course_checks": (10593, 3850),
     "classroom": (1651, 1200),  # the board tells how well a learner guesses
     "tests/planted": (3424, 1300),
     "tests": (
-        14804,
+        14806,
         9700,
     ),  # mutants of a lab's solution; a step's timeline and snapshot, each beside a second instrument
     "benchmarks": (2531, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one

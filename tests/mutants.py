@@ -6,6 +6,7 @@ MUTANTS = [("exercise", "what the solution says", "what is planted", "a word of 
 from __future__ import annotations
 
 import ast
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 Mutant = tuple[str, str, str, str]
 
 
+@functools.cache
 def solution(lab: Lab) -> tuple[str, dict[str, str]]:
     """What the notebook imports and defines beside the exercises, and each exercise's cell by the name of its function."""
     cells = json.loads((ROOT / "solutions" / f"{lab.name}.ipynb").read_text(encoding="utf-8"))["cells"]

@@ -17,7 +17,7 @@ from course_checks.harness.comparing import (
     returned,
     same,
 )
-from course_checks.harness.contract import Contract, gives
+from course_checks.harness.contract import Contract, gives, slip_hints
 from course_checks.harness.guard import snapshot, time_limit, unchanged, without_limit
 from course_checks.harness.mistakes import explains, named_mistake
 from course_checks.harness.ranks import TIMEOUT, phases, run_ranks, sent_between
@@ -53,6 +53,7 @@ __all__ = [
     "same",
     "sent_between",
     "settled_bytes",
+    "slip_hints",
     "snapshot",
     "tensors_in",
     "time_limit",

@@ -98,6 +98,20 @@ class Contract:
             return False
 
 
+def slip_hints(
+    formula: Callable[[Any, str], float],
+    sentences: Mapping[str, str],
+    cases: Sequence[Any],
+    yours: Sequence[float],
+    rtol: float = 1e-6,
+) -> Hints:
+    """A hint for each slip -> sentence: your answers are those of `formula(case, slip)`."""
+    return {
+        sentence: lambda _, slip=slip: gives(lambda case: formula(case, slip), cases, yours, rtol)
+        for slip, sentence in sentences.items()
+    }
+
+
 def gives(wrong: Callable[..., float], cases: Sequence[Any], yours: Sequence[float], rtol: float = 1e-6) -> bool:
     """For a hint: whether your answers are those of the formula `wrong` in every case."""
     return all(abs(mine - wrong(case)) <= rtol * abs(wrong(case)) for mine, case in zip(yours, cases, strict=True))

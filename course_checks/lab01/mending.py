@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from course_checks.harness import Contract, fresh_seed, gives, number
+from course_checks.harness import Contract, fresh_seed, number, slip_hints
 from course_checks.lab01 import measured
 from course_checks.lab01.common import lab, refused
 from course_lib.memory import timeline
@@ -90,8 +90,7 @@ def corrected_estimate(corrected: Callable[..., Any]) -> str:
         with refused(REFUSED, *GIVEN):
             answer = corrected(case.weights, config, case.rows * case.length, case.moments, case.micro_batches)
         yours.append(number(answer, "the corrected estimate"))
-    hints = {sentence: lambda _, s=slip: gives(lambda case: peak(case, s), cases, yours, 0.01) for slip, sentence in SENTENCES.items()}  # fmt: skip
-    contract = Contract(hints)
+    contract = Contract(slip_hints(peak, SENTENCES, cases, yours, 0.01))
     seen = [measured.step_peak(*case) for case in cases]
     for case, mine, truth in zip(cases, yours, seen, strict=True):
         story = f"{case}: the allocator saw {nice_bytes(truth)} and you have {nice_bytes(mine)}, {mine / truth:.1%}"

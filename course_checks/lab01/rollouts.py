@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from course_checks.harness import Contract, fresh_seed, gives, number
+from course_checks.harness import Contract, fresh_seed, number, slip_hints
 from course_checks.lab01.common import lab
 from course_lib.memory import card, estimate, shape_of
 
@@ -94,8 +94,7 @@ def most_answers(most_answers: Callable[..., Any]) -> str:
     """Three announced steps and eleven others, six of them drawn."""
     steps = [*STEPS, *drawn(fresh_seed())]
     yours = [number(most_answers(step), "the number of answers") for step in steps]
-    hints = {sentence: lambda _, s=slip: gives(lambda step: most(step, s), steps, yours) for slip, sentence in SENTENCES.items()}  # fmt: skip
-    contract = Contract(hints)
+    contract = Contract(slip_hints(most, SENTENCES, steps, yours))
     for step, mine in zip(steps, yours, strict=True):
         contract.holds(mine == most(step), f"{step}: {most(step):,} answers fit, and you say {mine:,.0f}")
     return "; ".join(f"{step}: {most(step):,} answers" for step in STEPS)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from course_lib.figures.style import Picture
     from course_lib.memory import Breakdown
     from course_lib.memory.timeline import Timeline
+    from course_lib.observe.snapshots import Snapshot
 
 LOOKS = {  # category of memory -> colour, hatch
     "weights": (COLOURS[0], ""),
@@ -137,11 +138,10 @@ def stacked_against_cards(
     return picture(figure, f"{title}, against {lines}. {told}.")
 
 
-def allocated_and_reserved(snapshot: Any, *, title: str, note: str) -> Picture:
+def allocated_and_reserved(snapshot: Snapshot, *, title: str, note: str) -> Picture:
     """Bytes that tensors ask for and bytes that the allocator holds, event by event of a memory snapshot.
 
     Args:
-        snapshot: a `course_lib.observe.snapshots.Snapshot`.
         note: what the figure rests on; an emulation says so.
     """
     figure, (axis,) = new_figure()

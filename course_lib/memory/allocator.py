@@ -48,7 +48,6 @@ class Segment(NamedTuple):
     """One cudaMalloc, its blocks in the order of addresses."""
 
     bytes: int
-    small: bool
     parts: tuple[Part, ...]
 
 
@@ -109,7 +108,7 @@ def replay(events: Iterable[Event], limit: int | None = None) -> Replay:
 
 def _shown(segment: list[_Block]) -> Segment:
     parts = tuple(Part(block.size, block.id) for block in segment)
-    return Segment(sum(part.bytes for part in parts), segment[0].small, parts)
+    return Segment(sum(part.bytes for part in parts), parts)
 
 
 def smallest_limit(events: Iterable[Event]) -> int:

@@ -45,7 +45,7 @@ class Stage(NamedTuple):
     during: Communication
 
 
-class Moment(NamedTuple):
+class PhaseEnd(NamedTuple):
     """Bytes at the end of a phase: saved for backward, gradients and communication, autocast's copies of weights, the rest;
     and the rows of the tapes at work, of which the highest counts."""
 
@@ -165,22 +165,24 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float) -> Breakdown:
     backward = [f.backward, f.forward] if again else [f.backward]
     filled = during.head + (layers - 1) * during.block
 
-    moments: dict[str, Moment] = {"forward of the last block": Moment(below, during.forward, casts, [forward])}
+    moments: dict[str, PhaseEnd] = {"forward of the last block": PhaseEnd(below, during.forward, casts, [forward])}
     if last:
         there = blocks + small
-        moments["the loss"] = Moment(there, during.forward, casts, [f.head_forward], -during.at_work)
-        moments["backward of the loss"] = Moment(there, during.backward, casts_kept, [f.head_backward], -during.at_work)
-    moments["backward of the last block"] = Moment(below, during.backward + last * during.head, casts_there, backward)
+        moments["the loss"] = PhaseEnd(there, during.forward, casts, [f.head_forward], -during.at_work)
+        moments["backward of the loss"] = PhaseEnd(
+            there, during.backward, casts_kept, [f.head_backward], -during.at_work
+        )
+    moments["backward of the last block"] = PhaseEnd(below, during.backward + last * during.head, casts_there, backward)
     if during.last_block:
-        moments["reduce-scatter of the last block"] = Moment(below, during.last_block)
-    moments["backward of the first block"] = Moment(small, during.backward + filled, r.block_casts, backward)
+        moments["reduce-scatter of the last block"] = PhaseEnd(below, during.last_block)
+    moments["backward of the first block"] = PhaseEnd(small, during.backward + filled, r.block_casts, backward)
     if full and first:
         stream = tokens * shape.hidden * run.stored
-        moments["gradient of the embedding"] = Moment(0, during.end + twice, rest=stream)
+        moments["gradient of the embedding"] = PhaseEnd(0, during.end + twice, rest=stream)
     if during.reduced:
-        moments["gradients reduced"] = Moment(during.left * (blocks - kept_block) + small, during.reduced)
+        moments["gradients reduced"] = PhaseEnd(during.left * (blocks - kept_block) + small, during.reduced)
     moments = {name: m._replace(saved=m.saved + earlier, rest=m.rest + split) for name, m in moments.items()}
-    moments["optimizer step"] = Moment(0, during.step - r.step, rest=r.step)
+    moments["optimizer step"] = PhaseEnd(0, during.step - r.step, rest=r.step)
     resting = r.weights + r.optimizer
     phases = {name: resting + moment.bytes(values) for name, moment in moments.items()}
     peak_phase = max(phases, key=phases.__getitem__)
@@ -202,7 +204,7 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float) -> Breakdown:
     )
 
 
-def _at_peak(at: Stage, elements: np.ndarray, values: list[float], moment: Moment) -> dict[str, int]:
+def _at_peak(at: Stage, elements: np.ndarray, values: list[float], moment: PhaseEnd) -> dict[str, int]:
     """What the moment is made of, by CATEGORIES. Of ranks that share gradients, these are among the temporaries, like all
     else that is on its way between the ranks."""
     f, r, run = at.forms, at.resident, at.run

@@ -104,30 +104,33 @@ def step_timeline(
     at_work: list[str] = []
     phases: list[tuple[str, int, int]] = []
 
-    def add(name: str, moments: list[Moment], saved: Size, gradients: float) -> None:
+    def in_bytes(*moments: Moment) -> np.ndarray:
+        return np.array([_by_category(moment, elements) for moment in moments])
+
+    def add(name: str, moments: np.ndarray, saved: Size, gradients: float) -> None:
         """`moments` of one run of `name`, while the rest of the model keeps `saved` and has `gradients`."""
-        below = _by_category(Moment(plus(small, saved), {"one": gradients}, {}), elements)
-        each = np.array([_by_category(moment, elements) for moment in moments]) + below
         wide = 1 if name == "block" else WIDER
-        rows.append(np.repeat(each, wide, axis=0))
+        below = in_bytes(Moment(plus(small, saved), {"one": gradients}, {}))
+        rows.append(np.repeat(moments + below, wide, axis=0))
         at_work.extend([name] * wide * len(moments))
 
     def end(phase: str) -> None:
         phases.append((phase, phases[-1][2] if phases else 0, len(at_work)))
 
+    forward, again_and_back = in_bytes(*body.forward_moments(x, keep=not checkpointed)), in_bytes(*backward)
     for i in range(layers):
-        add("block", body.forward_moments(x, keep=not checkpointed), times(kept, i), before)
-    add("loss", top.forward_moments(y), times(kept, layers), before)
+        add("block", forward, times(kept, i), before)
+    add("loss", in_bytes(*top.forward_moments(y)), times(kept, layers), before)
     end("forward")
-    add("loss", top.backward_moments(accumulate=accumulate), times(kept, layers), before)
+    add("loss", in_bytes(*top.backward_moments(accumulate=accumulate)), times(kept, layers), before)
     for i in reversed(range(layers)):
-        add("block", backward, times(kept, i), before + from_head + (layers - 1 - i) * of_block)
+        add("block", again_and_back, times(kept, i), before + from_head + (layers - 1 - i) * of_block)
     # autograd adds the two gradients of a tied matrix up into a third tensor, and then to what is there
     twice = 2 * tied + (r.embedding_gradient if accumulate else 0)
-    add("embedding", [Moment({}, {"one": twice}, stream)], times(small, -1), r.gradients)
+    add("embedding", in_bytes(Moment({}, {"one": twice}, stream)), times(small, -1), r.gradients)
     end("backward")
-    add("optimizer", [Moment({}, {}, {"one": r.step})] * 2, times(small, -1), r.gradients)
-    add("zero_grad", [none] * 2, times(small, -1), 0)
+    add("optimizer", in_bytes(*[Moment({}, {}, {"one": r.step})] * 2), times(small, -1), r.gradients)
+    add("zero_grad", in_bytes(none, none), times(small, -1), 0)
     end("optimizer step")
     parts = dict(zip(CATEGORIES, np.concatenate(rows).T, strict=True))
     parts["weights"] += r.weights

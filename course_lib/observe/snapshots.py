@@ -90,7 +90,7 @@ def emulate_snapshot(
     if replayed.out_of_memory is not None:
         failed, cached = log.events[len(replayed.timeline)], reserved
         if not failed.at:
-            raise ValueError(f"limit={limit:,} bytes do not even take what is held before the step: give more.")
+            raise ValueError(f"limit={limit:,} bytes cannot hold what is there before the step: give more.")
         reserved = sum(segment.bytes for segment in replayed.segments)  # the cached ones were given back in vain
         entry = {"stream": 0, "time_us": failed.at // 1000, "frames": []}
         if cached > reserved:
