@@ -5,7 +5,6 @@ A page's place on the site is its place in the repository; what lies in site/ co
 
 from __future__ import annotations
 
-import base64
 import html
 import json
 import re
@@ -33,8 +32,9 @@ def pages() -> dict[str, str]:
     """Path in the repository -> path on the site, for every page."""
     folders = ("lessons", "labs", "lessons/deeper", "solutions")  # a lab comes before what goes deeper
     notebooks = [path.relative_to(ROOT).as_posix() for folder in folders for path in (ROOT / folder).glob("*.ipynb")]
+    drawings = [path.relative_to(ROOT).as_posix() for path in (ROOT / "lessons" / "pictures").glob("*.svg")]
     own = [path.relative_to(ROOT).as_posix() for path in (ROOT / "site").rglob("*.md")]
-    return {path: path for path in notebooks} | {path: path.removeprefix("site/") for path in own}
+    return {path: path for path in notebooks + drawings} | {path: path.removeprefix("site/") for path in own}
 
 
 def gather(source: Path) -> None:
@@ -47,6 +47,8 @@ def gather(source: Path) -> None:
         if here.endswith(".ipynb"):
             notebook = page_of(json.loads((ROOT / here).read_text(encoding="utf-8")), here, links)
             target.write_text(json.dumps(notebook), encoding="utf-8")
+        elif here.endswith(".svg"):
+            shutil.copy(ROOT / here, target)
         else:
             target.write_text(links.rewrite((ROOT / here).read_text(encoding="utf-8"), here), encoding="utf-8")
     # The README is no page of its own: pages include parts of it.
@@ -57,7 +59,7 @@ def gather(source: Path) -> None:
     computed = {
         "REPOSITORY": links.address,
         "LESSON_CARDS": cards(),
-        "TASTE": taste(source),
+        "TASTE": taste(),
     }
     index = (source / "index.md").read_text(encoding="utf-8")
     filled = re.sub("|".join(computed), lambda found: computed[found[0]], index)
@@ -77,17 +79,12 @@ def cards() -> str:
     return f'<ol class="lessons">{"".join(items)}</ol>'
 
 
-def taste(source: Path) -> str:
-    """One figure of lesson 1, as MyST; its picture is written beside the pages.
-
-    Raises:
-        ValueError: lesson 1 has no figure that is described so.
-    """
+def taste() -> str:
+    """One figure of lesson 1, in HTML. Raises ValueError where lesson 1 has none that is described so."""
     notebook = json.loads((ROOT / "lessons" / "01_gpu_memory.ipynb").read_text(encoding="utf-8"))
     for cell in notebook["cells"]:
         for output in cell.get("outputs", ()):
             for data, alt in pictures(output):
                 if alt.startswith(TASTE):
-                    (source / "taste.png").write_bytes(base64.b64decode(data))
-                    return f"![{re.sub(r'([][])', '', alt)}](taste.png)"
+                    return f'<img class="figure" src="{data}" alt="{html.escape(alt)}">'
     raise ValueError(f'No figure of lesson 1 is described as "{TASTE} …"; name another one in site/gather.py (TASTE).')

@@ -8,8 +8,6 @@ from typing import Any
 
 from links import Links
 
-from course_lib.figures.stored_figures import pictures
-
 Notebook = dict[str, Any]
 WIDGET = "application/vnd.jupyter.widget-view+json"
 _BADGE = re.compile(r"<img\b[^>]*>|!\[(?P<text>[^\]]*)\]\(https?://[^)\s]*\)")
@@ -28,7 +26,6 @@ def page_of(notebook: Notebook, path: str, links: Links) -> Notebook:
         elif cell["cell_type"] == "code":
             cell["source"] = _MARKERS.sub("", text).rstrip("\n") if folder == "solutions" else text
             cell["outputs"] = [] if folder == "labs" else [_shown(output) for output in cell["outputs"]]
-            _describe(cell)
     done["cells"].insert(1, _markdown(_run_it(path, links), "run-it"))
     below = (f"labs/{name}", f"lessons/deeper/{name[:3]}")
     after = "".join(f"/{page}\n" for page in links.pages if path == f"lessons/{name}" and page.startswith(below))
@@ -65,7 +62,7 @@ def _shown(output: dict[str, Any]) -> dict[str, Any]:
         if "text/html" not in data:
             data["text/html"] = '<p class="needs-kernel">Menus and sliders move in a running notebook.</p>'
     page = "".join(data.get("text/html", ""))
-    if page.startswith("<details><summary>") and "text/plain" in data:
+    if page.startswith("<details><summary>Source of") and "text/plain" in data:
         data["text/html"] = _folded_source(page, "".join(data["text/plain"]))
     elif page.startswith("<table"):
         data["text/html"] = f'<div class="table" tabindex="0" role="group" aria-label="table">{page}</div>'
@@ -83,15 +80,6 @@ def _folded_source(page: str, source: str) -> str:
         return page
     code = highlight(source, PythonLexer(), HtmlFormatter()).replace("<pre>", '<pre tabindex="0">')
     return f'<details class="source">{summary[1]}{code}</details>'
-
-
-def _describe(cell: dict[str, Any]) -> None:
-    """Make a stored picture an image of its own, and hand its description to MyST-NB, which looks for it in the cell."""
-    for output in cell["outputs"]:
-        drawn = pictures(output)
-        if len(drawn) == 1 and "".join(output["data"]["text/html"]).startswith("<img"):
-            output["data"] = {"image/png": drawn[0][0]}
-            cell["metadata"].setdefault("mystnb", {})["image"] = {"alt": drawn[0][1]}
 
 
 def _markdown(text: str, id_: str) -> dict[str, Any]:

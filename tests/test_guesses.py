@@ -220,19 +220,36 @@ def test_in_front_of_a_person_run_all_goes_past_the_box_and_the_answer_stays_fol
     assert any("application/vnd.jupyter.widget-view+json" in output.data for output in asked)
 
 
-def test_a_cell_says_how_long_it_takes_until_it_ends(tmp_path):
+def test_a_long_cell_says_how_long_it_takes_and_a_short_one_nothing(tmp_path):
     cells = [
-        "from course_lib.notebook import takes, waiting\nwaiting.EVERY = 0.1",
-        "takes(seconds=60)\nimport time; time.sleep(1)\n1 / 0",
+        "from course_lib.notebook import takes, waiting\nwaiting.SILENT, waiting.EVERY = 0.3, 0.1\nimport time",
+        "takes(seconds=60)\ntime.sleep(0.2)\n1 / 0",
+        "time.sleep(1)\nprint('done')",
+        "import threading\nprint([thread.name for thread in threading.enumerate() if 'cell' in thread.name])",
     ]
-    cells.append("import threading\nprint([thread.name for thread in threading.enumerate() if 'cell' in thread.name])")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     NotebookClient(
         notebook, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": tmp_path}}
     ).execute()
-    _, timed, threads = (cell.outputs for cell in notebook.cells)
+    _, timed, long, short = (cell.outputs for cell in notebook.cells)
     assert re.fullmatch(r"took \d+ s", timed[0].data["text/plain"]) and timed[-1].ename == "ZeroDivisionError"
-    assert threads[0].text.strip() == "[]"
+    assert re.fullmatch(r"took \d+ s", long[0].data["text/plain"]) and long[1].text == "done\n"
+    assert [output.get("text") for output in short] == [
+        "['how long the cell still takes']\n"
+    ]  # its own, not the others'
+
+
+def test_a_stopped_cell_shows_one_line_and_where(tmp_path):
+    cells = [
+        "import course_lib.notebook",
+        "import os, signal, subprocess\nsignal.alarm(0)\nos.kill(os.getpid(), signal.SIGINT)\nsubprocess.run(['sleep', '60'])",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(
+        notebook, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": tmp_path}}
+    ).execute()
+    [stopped] = notebook.cells[1].outputs
+    assert stopped.ename == "KeyboardInterrupt" and len(stopped.traceback) == 1 and "line 3" in stopped.traceback[0]
 
 
 def test_a_picture_shows_what_differs_and_nothing_else():
@@ -242,7 +259,7 @@ def test_a_picture_shows_what_differs_and_nothing_else():
         assert dot_plot(Measurement("q", "", **numbers), alt="x") is None
     for numbers in ({"measured": 4, "guess": 4}, {"measured": 2, "guess": 3000.0}, {"measured": 0, "guess": 2}):
         page = Measurement("q", "", **numbers).page(folded=False, asked=True)._repr_html_()
-        assert base64.b64decode(re.search("base64,([^']*)", page)[1]).startswith(b"\x89PNG")
+        assert base64.b64decode(re.search("base64,([^']*)", page)[1]).startswith(b"<svg")
 
 
 def test_colabs_first_cell_names_the_lesson(monkeypatch):

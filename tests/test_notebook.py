@@ -6,6 +6,7 @@ import functools
 import html
 import inspect
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,8 +38,10 @@ def test_the_source_of_a_module_a_function_or_a_class_is_shown_folded():
         page = shown._repr_html_()
         assert repr(shown) == source and source.strip("\n") in text(page) and name in text(page).split("(")[0]
         assert page.startswith("<details>")  # folded
+    shown = show(Path(__file__).parents[1] / "lessons" / "07_axolotl" / "base.yml")
+    assert "micro_batch_size" in text(shown._repr_html_()) and shown._repr_html_().startswith("<details>")
     without = (3, "text", None, len, dict, Wiggly(), functools.partial(Wiggly.grow, 1), [Wiggly])
-    assert_refused((lambda thing=thing: show(thing), ValueError, "no Python source") for thing in without)
+    assert_refused((lambda thing=thing: show(thing), ValueError, "no source") for thing in without)
 
 
 def test_a_table_says_the_same_as_text_and_on_the_page():

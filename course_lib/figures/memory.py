@@ -35,7 +35,7 @@ LOOKS = {  # category of memory -> colour, hatch
     "temporaries": ("#666666", ""),
 }
 OTHERS = [
-    (COLOURS[3], "oo"),
+    (COLOURS[3], "||"),
     ("#F0E442", "++"),
     ("#E8E8E8", "\\\\"),
     ("#8B5A2B", ""),

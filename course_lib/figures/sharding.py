@@ -28,8 +28,8 @@ CATEGORIES = {  # keys of `course_lib.memory.sharded.resident_bytes` and of run.
     "gradients": ("gradients", COLOURS[1], "//"),
     "optimizer_state": ("optimizer state", COLOURS[2], "\\\\"),
     "master": ("fp32 master copies", COLOURS[4], "xx"),
-    "ddp_buckets": ("buckets", "#777777", "oo"),
-    "buckets": ("buckets", "#777777", "oo"),
+    "ddp_buckets": ("buckets", "#777777", "||"),
+    "buckets": ("buckets", "#777777", "||"),
     "activations": ("activations", COLOURS[5], "++"),
 }
 KINDS = {

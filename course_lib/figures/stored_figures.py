@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_ELEMENT = re.compile(r"<img alt='(?P<alt>[^']*)' src='data:image/png;base64,(?P<data>[^']*)'>")
+_ELEMENT = re.compile(r"<img class='figure' alt='(?P<alt>[^']*)'[^>]* src='(?P<source>data:image/[^']*)'>")
 
 
 def pictures(output: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(PNG in base64, alternative text) of each picture in one output of a cell, as JSON or nbformat has it."""
+    """(source, alternative text) of each picture in one output of a cell; a source is a data URI: SVG or PNG in base64."""
     shown = output.get("data", {}).get("text/html", "")
     text = shown if isinstance(shown, str) else "".join(shown)
-    return [(found["data"], html.unescape(found["alt"])) for found in _ELEMENT.finditer(text)]
+    return [(found["source"], html.unescape(found["alt"])) for found in _ELEMENT.finditer(text)]

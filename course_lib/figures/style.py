@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,23 @@ if TYPE_CHECKING:
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#000000"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "x"]
 LINES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))]
-HATCHES = ["", "//", "..", "xx", "\\\\", "++", "oo"]
+HATCHES = ["", "//", "..", "xx", "\\\\", "++", "||"]
 GROUP_COLOURS = [COLOURS[4], COLOURS[1], COLOURS[2], COLOURS[5], COLOURS[0], COLOURS[3], "#BBBBBB"]
 """Light ones first, for boxes with text in them: ranks, groups."""
 ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1.3}
 """The box behind a text that stands on a colour: ``axis.text(..., bbox=ON_WHITE)``."""
-DPI = 90
+SCALE = 1.15
+"""A figure of 7.5 inches fills the site's column, 828 pixels of 1/96 inch."""
+PIXELS = 2
+"""Pixels of a PNG for each one on the page, so that it stays sharp on a dense screen."""
+SVG_BYTES = 64 * 1024
+"""A drawing of more points than that is a PNG."""
+FONTS = "font-family:'DejaVu Sans',Verdana,sans-serif"  # the first is the one that Matplotlib measures with
+ON_DARK_PAGES = (
+    "<style>[data-jp-theme-light=false] .figure, .vscode-dark .figure, [theme=dark] .figure "
+    "{filter: invert(.9) hue-rotate(180deg)}</style>"
+)
+"""JupyterLab, VS Code and Colab: white becomes nearly black, and a colour stays the colour that the text calls it."""
 
 
 def in_turn(forms: Sequence[Any], i: int) -> Any:
@@ -52,7 +64,7 @@ def new_figure(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained", dpi=DPI)
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)  # no pyplot: nothing is kept in a global list, nothing shows twice
     axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for axis in axes:
@@ -115,18 +127,22 @@ def note_above(axis: Axes, note: str) -> None:
 
 
 class Picture:
-    """A figure for a page: its PNG, and ``alt``, its text for readers who do not see it.
+    """A figure for a page: `data` as SVG, or as PNG with `PIXELS` pixels for each of the page's, `width` of them wide.
 
-    It is shown as HTML: JupyterLab leaves out the text of an output that is a PNG.
+    `alt` is its text for readers who do not see it. It is shown as HTML: JupyterLab leaves out the text of an output that
+    is a picture, and a page that does not trust a notebook shows no SVG of its own.
     """
 
-    def __init__(self, data: bytes, alt: str) -> None:
-        self.data, self.alt = data, alt
+    def __init__(self, data: bytes, alt: str, width: int) -> None:
+        self.data, self.alt, self.width = data, alt, width
 
     @property
     def html(self) -> str:
-        """The picture as one HTML element."""
-        return f"<img alt='{html.escape(self.alt)}' src='data:image/png;base64,{base64.b64encode(self.data).decode()}'>"
+        """The picture as HTML, as wide as the page where that is narrower; a dark page turns its light."""
+        kind = "png" if self.data.startswith(b"\x89PNG") else "svg+xml"
+        source = f"data:image/{kind};base64,{base64.b64encode(self.data).decode()}"
+        size = f"width='{self.width}' style='max-width: 100%; height: auto'"
+        return f"{ON_DARK_PAGES}<img class='figure' alt='{html.escape(self.alt)}' {size} src='{source}'>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {"text/html": self.html, "text/plain": repr(self)}
@@ -139,15 +155,46 @@ def picture(figure: Figure, alt: str) -> Picture:
     """The figure for the page, with ``alt`` as its text for readers who do not see it."""
     if not alt.strip():
         raise ValueError("A figure needs its alternative text: one sentence that says what it shows.")
-    return Picture(png(figure), alt)
+    drawn = svg(figure)
+    return Picture(drawn if len(drawn) <= SVG_BYTES else png(figure), alt, round(SCALE * 96 * figure.get_figwidth()))
+
+
+def svg(figure: Figure) -> bytes:
+    """The figure as SVG whose text is text, in a third of what Matplotlib writes: a notebook holds a dozen of them."""
+    from matplotlib import rc_context
+
+    written = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "figure"}):  # the same figure gives the same bytes
+        figure.savefig(written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = re.sub(r"\s+", " ", written.getvalue())
+    text = text[text.index("<svg") :].replace("*{stroke-linejoin", f"text{{{FONTS}}} *{{stroke-linejoin")
+    text = re.sub(r" *font-family: [^;\"]*;?|<!--.*?-->| transform=\"rotate\(-0 [^)]*\)\"", "", text)
+    text = re.sub(r' id="(?:figure|axes|patch|text|line2d|[xy]tick|legend|matplotlib)[^"]*"', "", text).replace(
+        "> <", "><"
+    )
+    text = re.sub(r"<pattern.*?</pattern>", lambda pattern: _round_dots(pattern[0]), text)
+    return re.sub(r"-?\d+\.\d+", lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."), text).encode()
+
+
+def _round_dots(pattern: str) -> str:
+    """A hatch's 250 dots, each a circle of eight curves, as lines of no length with round ends."""
+    dots, circles = re.subn(r"M (\S+) (\S+) C[^z]*z", r"M \1 \2 h 0", pattern)
+    return (
+        dots.replace("stroke-width: 1.0; stroke-linecap: butt", "stroke-width: 2; stroke-linecap: round")
+        if circles
+        else pattern
+    )
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG of 64 colours, a third of the usual size: a notebook with all its figures stays below 400 KB."""
+    """The figure as a PNG of 64 colours, a third of the usual size."""
     from PIL import Image
 
     drawn, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=DPI)
-    image = Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE)
-    image.save(small, format="png", optimize=True)
+    figure.savefig(drawn, format="png", dpi=PIXELS * SCALE * 96)
+    # an octree keeps small areas' colours, a marker's or a legend's, which a median cut gives away
+    octree = Image.Quantize.FASTOCTREE
+    Image.open(drawn).convert("RGB").quantize(64, method=octree, dither=Image.Dither.NONE).save(
+        small, "png", optimize=True
+    )
     return small.getvalue()

@@ -2,6 +2,8 @@
 
 from course_lib.notebook.guesses import ask, measured
 from course_lib.notebook.page import show, table
-from course_lib.notebook.waiting import takes
+from course_lib.notebook.waiting import takes, watch_cells
 
 __all__ = ["ask", "measured", "show", "table", "takes"]
+
+watch_cells()

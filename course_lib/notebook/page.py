@@ -7,6 +7,7 @@ import inspect
 import numbers
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -31,21 +32,30 @@ class Page:
         return self._text
 
 
-def show(thing: ModuleType | FunctionType | type) -> Page:
-    """The source of a module, function or class, folded, in the page."""
+def show(thing: ModuleType | FunctionType | type | Path) -> Page:
+    """The source of a module, function or class, or a file's text, folded, in the page."""
     from pygments import highlight
     from pygments.formatters import HtmlFormatter
-    from pygments.lexers import PythonLexer
+    from pygments.lexers import PythonLexer, find_lexer_class_for_filename, guess_lexer
 
-    try:
-        source, name = inspect.getsource(thing), thing.__name__
-    except (TypeError, OSError, AttributeError):
-        raise ValueError(f"{thing!r} has no Python source to show; give a module, a function or a class.") from None
-    where = os.path.basename(inspect.getsourcefile(thing) or "")
-    body = highlight(
-        source, PythonLexer(), HtmlFormatter(noclasses=True, style="default", cssstyles=_ON_DARK_PAGES_TOO)
+    lexer = PythonLexer()
+    if isinstance(thing, Path):
+        source, name, where = thing.read_text(encoding="utf-8"), "", thing.name
+        known = find_lexer_class_for_filename(where)
+        lexer = known() if known else guess_lexer(source)
+    else:
+        try:
+            source, name = inspect.getsource(thing), thing.__name__
+        except (TypeError, OSError, AttributeError):
+            raise ValueError(f"{thing!r} has no source to show; give a module, function, class or file.") from None
+        where = os.path.basename(inspect.getsourcefile(thing) or "")
+    body = highlight(source, lexer, HtmlFormatter(noclasses=True, style="default", cssstyles=_ON_DARK_PAGES_TOO))
+    lines = f"{source.count(chr(10))} lines"
+    summary = (
+        f"Source of <code>{html.escape(name)}</code> ({html.escape(where)}, {lines})"
+        if name
+        else f"<code>{html.escape(where)}</code>, {lines}"
     )
-    summary = f"Source of <code>{html.escape(name)}</code> ({html.escape(where)}, {source.count(chr(10))} lines)"
     return Page(f"<details><summary>{summary}</summary>{body}</details>", source)
 
 

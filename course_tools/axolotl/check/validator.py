@@ -114,7 +114,8 @@ atexit.register(close)
 
 
 def _start() -> subprocess.Popen[bytes]:
-    print("Reading Axolotl's schema once: about ten seconds.", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():  # a notebook says by itself that a cell takes long
+        print("Reading Axolotl's schema once: about ten seconds.", file=sys.stderr, flush=True)
     return subprocess.Popen(
         [sys.executable, "-m", "course_tools.axolotl.check.axolotl_process"],
         stdin=subprocess.PIPE,
