@@ -90,7 +90,7 @@ $(STAMP): requirements.txt requirements-no-deps.txt pyproject.toml
 		echo "Setting up .venv with $$($$found --version), once: 2 to 4 minutes, longer on a slow line (downloads 0.7 GB; several GB more with CUDA)."; \
 		if [ "$$(uname -s)" = Linux ] && ! nvidia-smi >/dev/null 2>&1 \
 		   && [ -z "$$PIP_INDEX_URL$$PIP_EXTRA_INDEX_URL$$PIP_FIND_LINKS" ]; then \
-			echo "No NVIDIA GPU here: README.md names the one setting that gets torch's small CPU build."; \
+			echo "No NVIDIA GPU here: site/install.md names the one setting that gets torch's small CPU build."; \
 		fi; \
 		$$found -m venv --clear .venv; \
 	fi; \

@@ -66,6 +66,15 @@ def prepare(notebook: str) -> None:
         f"Colab is ready: {did}, {time.monotonic() - began:.0f} s; torch {_version('torch')} stayed as it was.\n"
         f"{describe_gpu(_ask_nvidia_smi())}"
     )
+    _show_opening_picture(notebook)
+
+
+def _show_opening_picture(notebook: str) -> None:
+    """Colab opens a notebook without its neighbours, so the picture below its title does not load there."""
+    from IPython.display import SVG, display
+
+    for drawing in (ROOT / "lessons" / "pictures").glob(f"{Path(notebook).name[:2]}_*.svg"):
+        display(SVG(filename=drawing))
 
 
 def requirements(root: Path = ROOT) -> dict[str, Requirement]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from course_lib.notebook import progress
-from course_lib.notebook.where_you_stand import how_guesses_went, next_step, rows
+from course_lib.notebook.where_you_stand import how_guesses_went, next_step, standings
 from course_tools.command_line import ArgumentParser, reports_errors
 
 
@@ -14,9 +14,10 @@ def main(argv: Sequence[str]) -> int:
     """Print which exercises are passed, how guesses went, and what comes next. Returns 0."""
     ArgumentParser(prog="beyond progress", description="Which exercises you have passed.").parse_args(argv)
     done = progress.load()
-    for row in rows(done):
-        guesses = f"; guesses: {row['guesses']}" if row["guesses"] else ""
-        print(f"{row['lesson']}: {row['exercises passed']} exercises passed{guesses}")
+    for standing in standings(done):
+        guesses = f"; guesses: {standing.guesses}" if standing.guesses else ""
+        print(f"{standing.lesson.name}: {standing.passed} of {standing.exercises} exercises passed{guesses}")
     print(how_guesses_went(done))
-    print(next_step(done))
+    step = next_step(done)
+    print(f"{step.words}: {step.path}")
     return 0

@@ -12,7 +12,6 @@ project = "Beyond One GPU"
 author = "the Beyond One GPU authors"
 language = "en"
 extensions = ["myst_nb", "mathml"]
-exclude_patterns = ["README.md"]  # parts of it are included
 
 # Notebooks are shown with the outputs that they hold; nothing is run, and nothing is asked of a host.
 nb_execution_mode = "off"

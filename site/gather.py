@@ -16,7 +16,8 @@ from links import Links
 from notebook_page import page_of
 
 from course_lib.figures.stored_figures import pictures
-from course_lib.notebook.contents import map_rows
+from course_lib.notebook.progress import Progress
+from course_lib.notebook.where_you_stand import cards, standings
 
 ROOT = Path(__file__).resolve().parent.parent
 TASTE = "Llama-3.1-8B, one sequence of 2,048 tokens"  # how the landing page's figure begins its description
@@ -51,32 +52,16 @@ def gather(source: Path) -> None:
             shutil.copy(ROOT / here, target)
         else:
             target.write_text(links.rewrite((ROOT / here).read_text(encoding="utf-8"), here), encoding="utf-8")
-    # The README is no page of its own: pages include parts of it.
-    readme = links.rewrite((ROOT / "README.md").read_text(encoding="utf-8"), "README.md", seen_from="README.md")
-    (source / "README.md").write_text(readme, encoding="utf-8")
     with (source / "instructors" / "index.md").open("a", encoding="utf-8") as page:
         page.write("\n```{toctree}\n:hidden:\n:glob:\n\n[0-9]*\n```\n")
     computed = {
         "REPOSITORY": links.address,
-        "LESSON_CARDS": cards(),
+        "LESSON_CARDS": links.html(cards(standings(Progress())), "lessons/00_start_here.ipynb", "index.md"),
         "TASTE": taste(),
     }
     index = (source / "index.md").read_text(encoding="utf-8")
     filled = re.sub("|".join(computed), lambda found: computed[found[0]], index)
     (source / "index.md").write_text(filled, encoding="utf-8")
-
-
-def cards() -> str:
-    """The lessons as a list of cards, in HTML."""
-    items = []
-    for row in map_rows():
-        lab = f'<a class="lab" href="labs/{row.name}.html">lab {row.number}, {row.lab_minutes} minutes</a>'
-        items.append(
-            f'<li><a class="lesson" href="lessons/{row.name}.html"><span class="number">{row.number}</span> '
-            f'<span class="title">{html.escape(row.title)}</span></a><p class="question">{html.escape(row.question)}</p>'
-            f'<p class="needs">{row.minutes} minutes · {html.escape(row.needs)} · {lab}</p></li>'
-        )
-    return f'<ol class="lessons">{"".join(items)}</ol>'
 
 
 def taste() -> str:

@@ -49,20 +49,25 @@ class Links:
         def markdown(found: re.Match) -> str:
             return self.target(found["target"], here, seen_from)
 
+        done, at = [], 0
+        for fence in [*_FENCE.finditer(text), None]:
+            end = fence.start() if fence else len(text)
+            done.append(self.html(_MARKDOWN.sub(markdown, text[at:end]), here, seen_from))
+            if fence:
+                done.append(fence[0])
+                at = fence.end()
+        return "".join(done)
+
+    def html(self, text: str, here: str, seen_from: str | None = None) -> str:
+        """HTML of the repository's file `here` with its links as the site needs them."""
+
         def in_html(found: re.Match) -> str:
             leads = self.target(found["target"], here, seen_from)
             if not leads.startswith(self.address):
                 leads = re.sub(r"\.(?:ipynb|md)(?=#|$)", ".html", leads)
             return found["quote"] + leads + found["quote"]
 
-        done, at = [], 0
-        for fence in [*_FENCE.finditer(text), None]:
-            end = fence.start() if fence else len(text)
-            done.append(_HTML.sub(in_html, _MARKDOWN.sub(markdown, text[at:end])))
-            if fence:
-                done.append(fence[0])
-                at = fence.end()
-        return "".join(done)
+        return _HTML.sub(in_html, text)
 
 
 def slug(heading: str) -> str:

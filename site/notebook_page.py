@@ -10,7 +10,6 @@ from links import Links
 
 Notebook = dict[str, Any]
 WIDGET = "application/vnd.jupyter.widget-view+json"
-_BADGE = re.compile(r"<img\b[^>]*>|!\[(?P<text>[^\]]*)\]\(https?://[^)\s]*\)")
 _MARKERS = re.compile(r"^ *### (?:BEGIN|END) SOLUTION *\n?", re.MULTILINE)
 
 
@@ -22,10 +21,10 @@ def page_of(notebook: Notebook, path: str, links: Links) -> Notebook:
     for cell in done["cells"]:
         text = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            cell["source"] = links.rewrite(_BADGE.sub(_in_words, text), path)
+            cell["source"] = links.rewrite(text, path)
         elif cell["cell_type"] == "code":
             cell["source"] = _MARKERS.sub("", text).rstrip("\n") if folder == "solutions" else text
-            cell["outputs"] = [] if folder == "labs" else [_shown(output) for output in cell["outputs"]]
+            cell["outputs"] = [] if folder == "labs" else [_shown(output, path, links) for output in cell["outputs"]]
     done["cells"].insert(1, _markdown(_run_it(path, links), "run-it"))
     below = (f"labs/{name}", f"lessons/deeper/{name[:3]}")
     after = "".join(f"/{page}\n" for page in links.pages if path == f"lessons/{name}" and page.startswith(below))
@@ -45,27 +44,19 @@ def _run_it(path: str, links: Links) -> str:
     return f"```{{container}} run-it\n{doing} `make lab`, then open [`{path}`]({links.blob(path)}).\n```\n"
 
 
-def _in_words(found: re.Match) -> str:
-    """A picture from another host (a badge) as its text: pages fetch nothing."""
-    if found[0].startswith("!"):
-        return found["text"]
-    if "src=" in found[0] and not re.search(r"""src=["']?https?:""", found[0]):
-        return found[0]
-    alt = re.search(r"""\balt=(["'])(?P<text>.*?)\1""", found[0])
-    return alt["text"] if alt else ""
-
-
-def _shown(output: dict[str, Any]) -> dict[str, Any]:
+def _shown(output: dict[str, Any], path: str, links: Links) -> dict[str, Any]:
     data = output.get("data", {})
     if WIDGET in data:
         del data[WIDGET]
         if "text/html" not in data:
             data["text/html"] = '<p class="needs-kernel">Menus and sliders move in a running notebook.</p>'
-    page = "".join(data.get("text/html", ""))
+    page = links.html("".join(data.get("text/html", "")), path)
     if page.startswith("<details><summary>Source of") and "text/plain" in data:
         data["text/html"] = _folded_source(page, "".join(data["text/plain"]))
     elif page.startswith("<table"):
         data["text/html"] = f'<div class="table" tabindex="0" role="group" aria-label="table">{page}</div>'
+    elif page:
+        data["text/html"] = page
     return output
 
 

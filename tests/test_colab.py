@@ -46,10 +46,10 @@ def colab_cell(path: str) -> str:
     return cell["source"]
 
 
-# ---- Badge and cell in the notebooks -------------------------------------------------------------------------------
+# ---- Link and cell in the notebooks -------------------------------------------------------------------------------
 
 
-def test_badge_and_cell_are_in_step_with_their_generator_and_the_cell_comes_first():
+def test_link_and_cell_are_in_step_with_their_generator_and_the_cell_comes_first():
     assert colab_cells.differing() == []
     for path in PATHS:
         first = next(cell for cell in cells(path) if cell["cell_type"] == "code")

@@ -1,4 +1,4 @@
-"""The badge and the first cell that the single-GPU notebooks carry for Google Colab.
+"""The link and the first cell that the single-GPU notebooks carry for Google Colab.
 
 `python -m classroom.authoring.colab_cells --write` puts both into lessons/ and solutions/, with the repository's address from
 pyproject.toml; `--check` says what is missing or differs. The labs get theirs when they are generated from solutions/.
@@ -22,14 +22,14 @@ NAMES = ("01_gpu_memory", "02_single_gpu")  # one GPU is enough for these
 FOLDERS = ("lessons", "labs", "solutions")
 BRANCH = "main"
 TAG = "colab"  # of the cell, which has it as its id, too
-BADGE_PICTURE = "https://colab.research.google.com/assets/colab-badge.svg"
-_BADGE_LINE = re.compile(r"^\[!\[Open in Colab\]\(.*\n*", re.MULTILINE)
+_LINK_LINE = re.compile(r"^\[!?\[?Open in Colab\].*\n*", re.MULTILINE)
 
 # `{course}` is an address, `{name}` its last part. Outside Colab nothing of it runs, and nothing is printed.
 _CELL = """\
+# For Google Colab: fetch the course, install what is missing there
 import os
 
-if "COLAB_RELEASE_TAG" in os.environ:  # in Google Colab: fetch the course, install what Colab lacks
+if "COLAB_RELEASE_TAG" in os.environ:
     course = "{course}"
     if not os.path.isdir("../course_lib") and not os.path.isdir("{name}"):
         if os.system(f"git clone -q --depth 1 {{course}}"):
@@ -43,7 +43,7 @@ if "COLAB_RELEASE_TAG" in os.environ:  # in Google Colab: fetch the course, inst
 def repository(root: Path = ROOT) -> str:
     """The course's address: [project.urls] Repository of pyproject.toml, or of the installed package without one.
 
-    Raises ValueError where neither names an address on GitHub, the only place that Colab's badge opens notebooks from.
+    Raises ValueError where neither names an address on GitHub, the only place that Colab opens notebooks from.
     """
     file = root / "pyproject.toml"
     if file.is_file():
@@ -59,10 +59,10 @@ def repository(root: Path = ROOT) -> str:
     return address
 
 
-def badge(address: str, path: str) -> str:
-    """Colab's badge, in Markdown, for the notebook at `path` ('lessons/01_gpu_memory.ipynb') of a repository."""
+def link(address: str, path: str) -> str:
+    """The link into Colab, in Markdown, for the notebook at `path` ('lessons/01_gpu_memory.ipynb') of a repository."""
     opens = address.replace("https://", "https://colab.research.google.com/") + f"/blob/{BRANCH}/{path}"
-    return f"[![Open in Colab]({BADGE_PICTURE})]({opens.replace('github.com/', 'github/', 1)})"
+    return f"[Open in Colab]({opens.replace('github.com/', 'github/', 1)})"
 
 
 def first_cell(address: str, path: str) -> str:
@@ -71,26 +71,26 @@ def first_cell(address: str, path: str) -> str:
 
 
 def place(notebook: Any, path: str, address: str | None = None) -> None:
-    """Put badge and cell into a notebook (as nbformat reads it) that lies at `path`, in place of those it has.
+    """Put link and cell into a notebook (as nbformat reads it) that lies at `path`, in place of those it has.
 
-    The badge stands below the title, the cell behind the title's. Raises ValueError for a notebook without a title.
+    The link stands below the title, the cell behind the title's. Raises ValueError for a notebook without a title.
     """
     import nbformat
 
     address = address or repository()
     notebook.cells = [cell for cell in notebook.cells if TAG not in cell.metadata.get("tags", [])]
     head = notebook.cells[0] if notebook.cells else None
-    title, _, rest = _BADGE_LINE.sub("", head.source).partition("\n\n") if head else ("", "", "")
+    title, _, rest = _LINK_LINE.sub("", head.source).partition("\n\n") if head else ("", "", "")
     if not title.startswith("# ") or head.cell_type != "markdown":
         raise ValueError(f"{path} must begin with a cell of Markdown whose first line is its title, '# …'")
-    head.source = "\n\n".join(part for part in (title, badge(address, path), rest) if part)
+    head.source = "\n\n".join(part for part in (title, link(address, path), rest) if part)
     folded = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # in JupyterLab, in Colab
     cell = nbformat.v4.new_code_cell(first_cell(address, path), id=TAG, metadata={"tags": [TAG], **folded})
     notebook.cells.insert(1, cell)
 
 
 def with_both(text: str, path: str, address: str | None = None) -> str:
-    """A notebook file's text as it should be at `path`; everything but badge and cell stays, outputs too."""
+    """A notebook file's text as it should be at `path`; everything but link and cell stays, outputs too."""
     import nbformat
 
     notebook = nbformat.reads(text, as_version=4)
@@ -99,7 +99,7 @@ def with_both(text: str, path: str, address: str | None = None) -> str:
 
 
 def differing(root: Path = ROOT) -> list[str]:
-    """The notebooks under `root` whose badge or cell is missing or not what it should be, as 'lessons/NAME.ipynb'."""
+    """The notebooks under `root` whose link or cell is missing or not what it should be, as 'lessons/NAME.ipynb'."""
     address = repository(root)
     paths = [f"{folder}/{name}.ipynb" for folder in FOLDERS for name in NAMES]
     return [
@@ -111,7 +111,7 @@ def differing(root: Path = ROOT) -> list[str]:
 
 
 def write(root: Path = ROOT) -> list[str]:
-    """Put badge and cell into the lessons and solutions under `root` that differ; their paths come back."""
+    """Put link and cell into the lessons and solutions under `root` that differ; their paths come back."""
     address, written = repository(root), []
     for path in differing(root):
         if path.startswith("labs/"):
@@ -128,7 +128,7 @@ def _cells(text: str) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line: 0 when badge and cell are in place, 1 when they are not, 2 when they cannot be."""
+    """The command line: 0 when link and cell are in place, 1 when they are not, 2 when they cannot be."""
     parser = argparse.ArgumentParser(
         prog="python -m classroom.authoring.colab_cells",
         description="Badge and first cell for Google Colab in the notebooks.",
@@ -153,9 +153,9 @@ def main(arguments: list[str] | None = None) -> int:
             if path.startswith("labs/")
             else "python -m classroom.authoring.colab_cells --write"
         )
-        print(f"{path}: badge or cell for Colab differs: {mend}")
+        print(f"{path}: link or cell for Colab differs: {mend}")
     if not left:
-        print("Colab's badge and cell are in place")
+        print("Colab's link and cell are in place")
     return 1 if left else 0
 
 

@@ -1,4 +1,4 @@
-"""The tables of lessons in README.md and in the instructors' index, written from the course map and the notes.
+"""The tables of lessons in README.md and in the instructors' index, written from lessons/course.toml, the notebooks and the notes.
 
 A table stands between two comments, ``<!-- lessons -->`` and ``<!-- /lessons -->``. ``python -m
 classroom.authoring.lesson_tables`` writes the files that changed; `--check` only names them.
@@ -75,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     for name in changed:
-        print(f"{name}: {'its table of lessons is not in step with the course map' if check else 'written'}")
+        print(
+            f"{name}: {'its table of lessons is not in step with lessons/course.toml and the notebooks' if check else 'written'}"
+        )
     return 1 if check and changed else 0
 
 

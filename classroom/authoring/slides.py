@@ -77,12 +77,12 @@ def headed_parts(source: str) -> list[str]:
 
 
 def for_slides(source: str) -> str:
-    """Without badges and links that lead nowhere from another folder, and with formulas that need no script."""
+    """Without the link into Colab and links that lead nowhere from another folder, and with formulas that need no script."""
     from docutils.utils.math.latex2mathml import tex2mathml
 
     source = re.sub(r"\n---\n+[^\n]*00_start_here\.ipynb[^\n]*\s*\Z", "\n", source)  # the neighbours, at the end
-    source = re.sub(r"\[!\[[^\]]*\]\([^)]*\)\]\([^)]*\)", "", source)
-    source = re.sub(r"\[([^\]]+)\]\((?!https?://)[^)\s]*\)", r"\1", source)
+    source = re.sub(r"\[Open in Colab\]\([^)]*\)", "", source)
+    source = re.sub(r"(?<!!)\[([^\]]+)\]\((?!https?://)[^)\s]*\)", r"\1", source)
     code_or_formula = re.compile(r"(```.*?```|`[^`\n]*`)|\$?\$(.+?)\$\$?", re.DOTALL)
     return code_or_formula.sub(lambda found: found[1] or tex2mathml(found[2]), source)
 
@@ -94,10 +94,12 @@ def make(lesson: Path, folder: Path, *, note: str = "") -> Path:
 
     notebook = nbformat.read(lesson, as_version=4)
     notebook.cells = list(slide_cells(notebook, note))
-    exporter = SlidesExporter(raw_template=TEMPLATE, reveal_theme="white")  # nbconvert's usual theme fetches its fonts
+    exporter = SlidesExporter(
+        raw_template=TEMPLATE, reveal_theme="white", embed_images=True
+    )  # nbconvert's usual theme fetches its fonts
     exporter.exclude_input_prompt = exporter.exclude_output_prompt = True
     exporter.reveal_url_prefix = LOCAL if (folder / LOCAL).is_dir() else f"https://unpkg.com/{REVEAL}"
-    page, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": lesson.stem}})
+    page, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": lesson.stem, "path": str(lesson.parent)}})
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"{lesson.stem}.html", page)
     return folder / f"{lesson.stem}.html"

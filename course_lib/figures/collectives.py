@@ -122,8 +122,9 @@ def ring_step(ranks: int, step: int) -> Picture:
     _grid(axis, state)
     for sender, chunk, receiver in sent:
         down = receiver > sender
-        x, look = chunk + 0.46, {"arrowstyle": "-|>", "color": "black", "linewidth": 1.6}
-        look["connectionstyle"] = f"arc3,rad={0.25 if down else -0.12}"
+        x = chunk + (0.46 if down else 0.8)  # the way back to rank 0 passes beside the labels
+        look = {"arrowstyle": "-|>", "color": "black", "linewidth": 1.6}
+        look["connectionstyle"] = f"arc3,rad={0.25 if down else 0}"
         start, end = ranks - 1 - sender + (0.0 if down else 0.8), ranks - 1 - receiver + (0.8 if down else 0.0)
         axis.annotate("", xy=(x, end), xytext=(x, start), arrowprops=look)
     half = "reduce-scatter: add and pass on" if step < ranks else "all-gather: copy and pass on"

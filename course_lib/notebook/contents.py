@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]  # the repository
 _HEADING = re.compile(r"^(#{1,3}) +(.+?) *$")
 _CHECK = re.compile(r"^[^#\n]*\bcheck\.(\w+)\(", re.MULTILINE)
 _STATED = re.compile(r"\*difficulty (\d) of 5 · importance (\d) of 5 · (\d+) minutes\*")
-_MAP_ROW = re.compile(
-    r"^\| (\d+) \| \[([^\]]+)\]\((0\d_\w+)\.ipynb\)[^|]* \| ([^|]+) \| (\d+), lab (\d+) \| ([^|]+) \|", re.MULTILINE
-)
+_ABOUT = re.compile(r"\babout (\d+) minutes", re.IGNORECASE)
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Section:
 
 @dataclass(frozen=True)
 class MapRow:
-    """A lesson as the course map lists it: `name` is that of its notebooks, minutes are the stated ones."""
+    """A lesson as the course map shows it: `name` is that of its notebooks, minutes are those that they state."""
 
     number: int
     name: str
@@ -123,19 +122,30 @@ def labs(root: Path = ROOT) -> dict[str, list[LabExercise]]:
 
 
 def map_rows(root: Path = ROOT) -> list[MapRow]:
-    """The rows of the course map's table, one per lesson. Raises ValueError where a lesson has no row, or a row no lesson."""
-    text = "\n".join(_source(cell) for cell in _cells(root / "lessons" / "00_start_here.ipynb"))
-    rows = [
-        MapRow(int(row[1]), row[3], row[2], row[4].strip(), int(row[5]), int(row[6]), row[7].strip())
-        for row in _MAP_ROW.finditer(text)
-    ]
+    """The lessons of lessons/course.toml, in order. Raises ValueError where one has no notebook or states no minutes."""
+    listed = tomllib.loads((root / "lessons" / "course.toml").read_text(encoding="utf-8"))["lessons"]
     names = [path.stem for path in sorted((root / "lessons").glob("0[1-9]_*.ipynb"))]
-    if [row.name for row in rows] != names:
+    if [lesson["name"] for lesson in listed] != names:
         raise ValueError(
-            f"the table of lessons/00_start_here.ipynb lists {', '.join(row.name for row in rows)}, and the folder holds "
-            f"{', '.join(names)}: give each lesson its row"
+            f"lessons/course.toml lists {', '.join(lesson['name'] for lesson in listed)}, and the folder holds "
+            f"{', '.join(names)}: give each lesson its entry"
         )
-    return rows
+    return [
+        MapRow(
+            number,
+            minutes=_stated_minutes(root / "lessons" / f"{lesson['name']}.ipynb"),
+            lab_minutes=sum(one.minutes for one in exercises(find(number, "labs", root))),
+            **lesson,
+        )
+        for number, lesson in enumerate(listed, 1)
+    ]
+
+
+def _stated_minutes(path: Path) -> int:
+    stated = _ABOUT.search(_source(_cells(path)[0]))
+    if not stated:
+        raise ValueError(f"the first cell of {path.name} does not say about how many minutes it takes")
+    return int(stated[1])
 
 
 def _cells(path: Path) -> list[dict]:

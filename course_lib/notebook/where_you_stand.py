@@ -2,40 +2,105 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import math
 import statistics
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from course_lib.notebook import contents, progress
+from course_lib.notebook.contents import MapRow
+from course_lib.notebook.page import Page
 from course_lib.notebook.progress import GuessRecord
 
 FEWEST_TO_COMPARE = 6
 """With fewer guesses than this nobody is told whether they got better."""
+_CARD = "border: 1px solid #8888; border-radius: 8px; overflow: hidden; margin: 0; padding: 0"
+_BUTTON = (
+    "display: inline-block; padding: 10px 18px; border-radius: 8px; background: #005A8F; color: #fff; font-weight: 600"
+)
 
 
-def rows(done: progress.Progress | None = None) -> list[dict[str, str]]:
-    """One row a lesson, for a table; `done` None reads this learner's own progress. Raises ValueError without labs."""
+@dataclass(frozen=True)
+class Standing:
+    """One lesson: exercises of its lab that passed, of how many, and how its guesses went ("" for none)."""
+
+    lesson: MapRow
+    passed: int
+    exercises: int
+    guesses: str
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """Where to go on: a notebook, its path from the repository's root, and a sentence about it."""
+
+    path: str
+    words: str
+
+
+def standings(done: progress.Progress | None = None) -> list[Standing]:
+    """One for each lesson; `done` None reads this learner's own progress."""
     done = progress.load() if done is None else done
+    labs = contents.labs()
     return [
-        {
-            "lesson": lab,
-            "exercises passed": f"{sum(_passed(done, lab, one) for one in exercises)} of {len(exercises)}",
-            "guesses": within(_guesses(done, lab)),
-        }
-        for lab, exercises in contents.labs().items()
+        Standing(
+            row,
+            sum(_passed(done, row.name, exercise) for exercise in labs[row.name]),
+            len(labs[row.name]),
+            within(_guesses(done, row.name)),
+        )
+        for row in contents.map_rows()
     ]
 
 
-def next_step(done: progress.Progress | None = None) -> str:
-    """One sentence: the first exercise that is not passed, in the order of the lessons."""
+def next_step(done: progress.Progress | None = None) -> NextStep:
+    """The first exercise that is not passed, in the order of the lessons; its lesson, where nothing was done there."""
     done = progress.load() if done is None else done
-    for lab, exercises in contents.labs().items():
-        for exercise in exercises:
-            if not _passed(done, lab, exercise):
-                if not done.labs.get(lab) and not _guesses(done, lab):
-                    return f"Next: lesson {int(lab[:2])}, lessons/{lab}.ipynb."
-                return f"Next: “{exercise.title}” in labs/{lab}.ipynb, about {exercise.minutes} minutes."
-    return "Every exercise of the course is passed."
+    labs = contents.labs()
+    for row in contents.map_rows():
+        for exercise in labs[row.name]:
+            if not _passed(done, row.name, exercise):
+                if done.labs.get(row.name) or _guesses(done, row.name):
+                    words = f"Go on in lab {row.number}: {exercise.title}, about {exercise.minutes} minutes"
+                    return NextStep(f"labs/{row.name}.ipynb", words)
+                go = "Begin with" if row.number == 1 else "Go on with"
+                return NextStep(f"lessons/{row.name}.ipynb", f"{go} lesson {row.number}: {row.title}")
+    return NextStep("lessons/00_start_here.ipynb", "Every exercise of the course is passed")
+
+
+def where_you_stand(done: progress.Progress | None = None) -> Page:
+    """The course map: a button to go on, and a card for each lesson. Its links start from the folder lessons/."""
+    done = progress.load() if done is None else done
+    step, went = next_step(done), how_guesses_went(done)
+    button = f"<p><a role='button' href='../{step.path}' style='{_BUTTON}'>{html.escape(step.words)} &rarr;</a></p>"
+    page = f"{button}<p>{html.escape(went)}</p>{cards(standings(done))}"
+    lines = [f"{s.lesson.name}: {_passed_in_words(s)}" for s in standings(done)]
+    return Page(page, "\n".join([f"{step.words}: {step.path}", went, *lines]))
+
+
+def cards(shown: Iterable[Standing]) -> str:
+    """The lessons as a list of cards, in HTML: picture, question, minutes, lab, and what is done."""
+    items = []
+    for standing in shown:
+        row = standing.lesson
+        drawing = (contents.ROOT / "lessons" / "pictures" / f"{row.name}.svg").read_text(encoding="utf-8")
+        picture = f"data:image/svg+xml;base64,{base64.b64encode(drawing.encode()).decode()}"
+        alt = drawing.partition("<title")[2].partition(">")[2].partition("</title>")[0].strip()
+        done = ". ".join(
+            filter(None, [_passed_in_words(standing), standing.guesses and f"Guesses: {standing.guesses}"])
+        )
+        items.append(
+            f"<li style='{_CARD}'><img src='{picture}' alt='{html.escape(alt)}' style='width: 100%; margin: 0'>"
+            f"<div style='padding: 4px 14px 12px'>"
+            f"<a class='lesson' href='{row.name}.ipynb'><b>{row.number}. {html.escape(row.title)}</b></a>"
+            f"<p class='question' style='margin: 4px 0'>{html.escape(row.question)}</p><p class='needs' style='margin: 4px 0'>{row.minutes} minutes · "
+            f"{html.escape(row.needs)} · <a href='../labs/{row.name}.ipynb'>lab {row.number}</a>, {row.lab_minutes} minutes"
+            f" · <a href='../solutions/{row.name}.ipynb'>solution</a></p><p class='done' style='margin: 4px 0'>{html.escape(done)}</p></div></li>"
+        )
+    grid = "display: grid; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)); gap: 14px; padding: 0; list-style: none"
+    return f"<ol class='lessons' style='{grid}'>{''.join(items)}</ol>"
 
 
 def how_guesses_went(done: progress.Progress | None = None) -> str:
@@ -65,6 +130,10 @@ def _typical(records: list[GuessRecord]) -> str:
     middle = statistics.median_high(record.factor or 1.0 for record in records)
     step = 0.01 if middle < 1.1 else 0.1 if middle < 10 else 1
     return f"{math.ceil(middle / step - 1e-9) * step:,.4g}"
+
+
+def _passed_in_words(standing: Standing) -> str:
+    return f"{standing.passed} of {standing.exercises} exercises passed"
 
 
 def _guesses(done: progress.Progress, lab: str) -> list[GuessRecord]:

@@ -66,7 +66,7 @@ def _torch_mend(failed: str) -> str:
     if re.search(r"lib(cuda|cudnn|cublas|nccl|nv)|CUDA", failed):
         return (
             "CUDA is half installed: a library that this PyTorch was built for is missing. pip install --force-reinstall "
-            "torch brings its own, or take the CPU build that README.md names."
+            "torch brings its own, or take the CPU build that site/install.md names."
         )
     return "pip install --force-reinstall torch; if that does not help, search for the message above."
 
