@@ -39,6 +39,7 @@ from course_lib.parallel.simulate import simulate
 from course_lib.units import MIB, nice_bytes, nice_number
 
 ROOT = Path(__file__).resolve().parent.parent
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def ddp_step(late: float = 0.0) -> list[Span]:
@@ -185,18 +186,49 @@ def test_every_function_draws_with_words_and_title_and_survives_grey(drawn):
 
 def test_an_svg_is_the_figure_its_words_are_text_and_the_same_figure_gives_the_same_bytes():
     figure, (axis,) = style.new_figure()
-    axis.bar(["one", "two"], [1, 2], color=style.COLOURS[:2], hatch=["..", "//"])
-    axis.set_title("Two bars")
+    axis.bar(["one", "two", "three"], [1, 2, 3], color=style.COLOURS[:3], hatch=["", "..", "//"])
+    axis.set_title("M 2.7182 C > L 3.1415")  # the reader's numbers stay, whatever is done to places on the page
     drawn = style.svg(figure)
     assert drawn == style.svg(figure) and len(drawn) < 10_000
     root = ElementTree.fromstring(drawn)
-    svg = "{http://www.w3.org/2000/svg}"
-    assert {"one", "two", "Two bars"} <= {text.text for text in root.iter(f"{svg}text")}
-    patterns = [pattern.find(f"{svg}path") for pattern in root.iter(f"{svg}pattern")]
-    rounds = sorted("round" in path.get("style") for path in patterns)
-    assert rounds == [False, True] and all(len(path.get("d")) < 4000 for path in patterns)
-    heights = [float(y) for y in re.findall(r"M [\d.]+ ([\d.]+) L [\d.]+ \1 L [\d.]+ ([\d.]+)", drawn.decode())[0]]
-    assert heights[0] > heights[1]
+    assert {"one", "two", "M 2.7182 C > L 3.1415"} <= {text.text for text in root.iter(f"{SVG}text")}
+    patterns = [pattern.find(f"{SVG}path") for pattern in root.iter(f"{SVG}pattern")]
+    rules = dict(re.findall(r"\.(s\d+)\{([^}]*)\}", drawn.decode()))
+    assert sorted("round" in rules[path.get("class")] for path in patterns) == [False, True]
+    assert all(len(path.get("d")) < 4000 for path in patterns)
+    blue = next(name for name, rule in rules.items() if f"fill: {style.COLOURS[0].lower()}" in rule)
+    [bar] = [path for path in root.iter(f"{SVG}path") if path.get("class") == blue]
+    tops = sorted({float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", bar.get("d"))})
+    bottom, top = axis.transData.transform([(0, 0), (0, 1)])[:, 1] * 72 / figure.dpi
+    assert tops[1] - tops[0] == pytest.approx(top - bottom, abs=0.2)
+
+
+def test_each_notebook_opens_with_its_lessons_drawing():
+    drawings = {path.stem: ElementTree.parse(path).getroot() for path in (ROOT / "lessons" / "pictures").glob("0*.svg")}
+    assert set(drawings) == {path.stem for path in (ROOT / "lessons").glob("0[1-9]_*.ipynb")}
+    titles = {name[:2]: root.findtext(f"{SVG}title").strip() for name, root in drawings.items()}
+    rooms = ("lessons", "lessons/deeper", "labs", "solutions")
+    for path in [path for room in rooms for path in (ROOT / room).glob("0[1-9]_*.ipynb")]:
+        first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
+        [(words, file)] = re.findall(r"^!\[(.*)\]\((.*)\)$", first, re.MULTILINE)
+        assert words == titles[path.name[:2]] and (path.parent / file).stem[:2] == path.name[:2], path
+        assert (path.parent / file).is_file(), path
+
+
+def test_the_moving_ring_is_the_ring():
+    """Each quarter of each rank's bar appears in the step in which the ring has added it there, or passed it on."""
+    root = ElementTree.parse(ROOT / "lessons" / "pictures" / "ring.svg").getroot()
+    parts = [box for box in root.iter(f"{SVG}rect") if box.get("width") == "28"]
+    columns, rows = (sorted({float(box.get(side)) for box in parts}) for side in ("x", "y"))
+    assert len(parts) == 64 and len(columns) == 16 and len(rows) == 4
+    appears = {}
+    for box in parts:
+        rank, part = divmod(columns.index(float(box.get("x"))), 4)
+        appears[rank, rows.index(float(box.get("y"))), part] = int((box.get("class") or "s0")[1:])
+    for step in range(7):
+        state, _ = collectives.ring_state(4, step)
+        held = {(rank, chunk, part) for rank, row in enumerate(state) for content, chunk in row for part in content}
+        assert held == {place for place, first in appears.items() if first <= step}, step
 
 
 def test_notebooks_have_their_headings_in_order_and_words_for_every_picture():

@@ -23,7 +23,6 @@ import nbformat
 import pytest
 
 from classroom.authoring.labs import BEGIN, END
-from course_lib.notebook.contents import map_rows
 from course_lib.notebook.guesses import Measurement
 from course_lib.notebook.page import table
 
@@ -142,12 +141,13 @@ def full_name(node: ast.AST, imports: dict[str, str] | None = None) -> str:
 
 
 def counts(notebook: Notebook) -> dict[str, float]:
-    text = re.sub(r"^\[!\[.*$|<!--.*?-->|</?\w[^>]*>", " ", ADDRESS.sub("", notebook.prose), flags=re.MULTILINE)
+    prose = re.sub(r"!\[[^\]]*\]\([./]*pictures/[^)]*\)|\[Open in Colab\]", " ", notebook.prose)  # what each opens with
+    text = re.sub(r"<!--.*?-->|</?\w[^>]*>", " ", ADDRESS.sub("", prose))
     lines = [sum(bool(line.strip()) for line in cell.source.splitlines()) for cell in notebook.code]
     takes = [word for cell in notebook.code for call in cell.calls("takes") for word in call.keywords]
     seconds = [getattr(word.value, "value", float("inf")) for word in takes]  # an author can only declare a number
     own = [n for cell, n in zip(notebook.code, lines, strict=True) if not is_taught(cell, notebook)]
-    drawn = re.findall(r"^\|[ :|-]*-[ :|-]*\| *\n\|.*\n\||(?<!\[)!\[[^\]]*\]\(|<img\b", notebook.prose, re.MULTILINE)
+    drawn = re.findall(r"^\|[ :|-]*-[ :|-]*\| *\n\|.*\n\||!\[[^\]]*\]\(|<img\b", prose, re.MULTILINE)
     shown = [output.get("data", {}) for cell in notebook.code if not cell.calls("ask") for output in cell.outputs]
     return {
         "words": sum(bool(re.search(r"\w", word)) for word in text.split()),
@@ -178,11 +178,13 @@ def within(what: str, notebook: Notebook) -> list[str]:
 
 
 def opening(notebook: Notebook) -> list[str]:
-    wanted = {"question in bold": r"\*\*(?:(?!\*\*).)+\?[”\"]?\*\*", "minutes": r"\b\d+ minutes"}
+    wanted = {
+        "question in bold": r"\*\*(?:(?!\*\*).)+\?[”\"]?\*\*",
+        "'about N minutes'": r"(?i)\babout \d+ minutes",
+        "picture": r"!\[.+\]\(.+\.svg\)",
+    }
     if not notebook.is_deeper:
-        minutes = {row.name: row.minutes for row in map_rows(notebook.root)}.get(notebook.name, "60")
         wanted |= {
-            f"'{minutes} minutes' as in the course map": rf"\b{minutes} minutes",
             "'you can' or 'you will be able to' with a list": r"\b(?:can|be able to)\b[^\n]*\n+(?:[-*] |1\. )",
             "word on what the reader needs to know": r"(?i)need to know|what you need|before you (?:start|begin)",
         }
@@ -418,10 +420,10 @@ SOLUTION = """\
 COPIED = SOLUTION.replace("mine", "own").replace("flat =", "flat: Any =").replace("/=", "+=").replace("dist.", "wire.")
 COPIED = f"%% code\nimport torch.distributed as wire\ndef spread(net, ranks):\n{COPIED}"
 COURSE = {
-    "lessons/00_start_here.ipynb": "%% markdown\n| 5 | [Planted](05_planted.ipynb) | Why? | 40, lab 90 | 4 |",
     "lessons/05_planted.ipynb": f"""
 %% markdown
 # Lesson 5: planted
+![A picture](pictures/05_planted.svg)
 **"Does it *fit*?"** At the end you can
 - say so.
 
@@ -465,6 +467,7 @@ Say so. Two numbers to remember: 2 and 16. The [lab](../labs/05_planted.ipynb) g
     "lessons/deeper/05_more.ipynb": """
 %% markdown
 # Deeper
+![A picture](../pictures/05_planted.svg)
 **Why?** About 15 minutes.
 %% code
 import torch, torch.distributed as dist
@@ -511,7 +514,8 @@ CHANGES = [
     ("seconds longest_wait", "takes(seconds=5)", "takes(seconds=N)"),
     ("opening", '*fit*?"**', '*fit*"**'),
     ("opening", "15 minutes", "A while"),
-    ("opening", "40 minutes", "45 minutes"),
+    ("opening", "About 40 minutes", "40 minutes"),
+    ("opening", "![A picture](pictures/05_planted.svg)\n", ""),
     ("opening", "At the end you can", "You learn to"),
     ("opening", "You need to know lesson 4.", ""),
     ("closing", "What you can now do", "The end"),

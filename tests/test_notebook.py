@@ -6,6 +6,7 @@ import functools
 import html
 import inspect
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from refusals import assert_refused
 
 from course_lib import notebook
 from course_lib.memory import CARDS, estimate, shape_of
-from course_lib.notebook import show, table
+from course_lib.notebook import show, start_jupyterlab, table
 from course_lib.notebook.widgets.grid_explorer import axis_traffic, grid_explorer
 from course_lib.notebook.widgets.memory import answer, calculator, timeline_explorer
 from course_lib.notebook.widgets.ring_stepper import ring_stepper
@@ -113,3 +114,14 @@ def test_the_explorer_answers_also_where_a_choice_does_not_fit():
         controls(widget)[name].value = value
         assert expected in shown.value, name
     assert_refused([(lambda: ring_stepper(9), ValueError, "ranks=9")])
+
+
+def test_jupyterlab_ends_kernels_of_closed_notebooks_after_half_an_hour_and_says_so(monkeypatch, capsys):
+    labapp = pytest.importorskip("jupyterlab.labapp")
+    monkeypatch.setattr(labapp, "main", lambda: None)
+    for typed, expected in (([], 1800), (["--MappingKernelManager.cull_idle_timeout=0"], 0)):
+        monkeypatch.setattr(sys, "argv", ["lab", *typed])
+        monkeypatch.setitem(sys.modules, "rfc3987_syntax", None)  # put back afterwards
+        start_jupyterlab.main()
+        assert f"--MappingKernelManager.cull_idle_timeout={expected}" in sys.argv
+        assert ("30 idle minutes" in capsys.readouterr().out) == (not typed)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -167,10 +168,16 @@ def test_exercises_of_the_labs_count_and_the_first_open_one_is_next(capsys):
         (all_labs, len(names), "Every exercise"),
     ):
         done = Progress(labs=labs, guesses={first: guesses} if labs else {})
-        row = where_you_stand.rows(done)[0]
-        assert row["exercises passed"] == f"{count} of {len(names)}", expected
-        assert expected in where_you_stand.next_step(done)
-    assert (row["lesson"], row["guesses"]) == (first, "2, half of them within a factor of 4")
+        standing = where_you_stand.standings(done)[0]
+        assert (standing.passed, standing.exercises) == (count, len(names)), expected
+        step = where_you_stand.next_step(done)
+        assert expected in f"{step.words} {step.path}"
+        page = where_you_stand.where_you_stand(done)._repr_html_()
+        links = [path for path in re.findall(r"href='([^']+)'", page)]
+        assert links[0] == f"../{step.path}" and len(links) == 1 + 3 * len(LABS)
+        assert all((where_you_stand.contents.ROOT / "lessons" / link).is_file() for link in links)
+        assert f"{count} of {len(names)} exercises passed" in page
+    assert (standing.lesson.name, standing.guesses) == (first, "2, half of them within a factor of 4")
     record_exercise(first, names[0], passed=True, seconds=0.1)
     assert main(["progress"]) == 0
     printed = capsys.readouterr().out

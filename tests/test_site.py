@@ -53,20 +53,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def alternative_texts(lesson: str) -> list[str]:
-    """What the figures of a lesson say of themselves, in order; not those within a larger output."""
+    """What the pictures of a lesson say of themselves, in order: its drawing, then its figures."""
     cells = json.loads((ROOT / "lessons" / f"{lesson}.ipynb").read_text(encoding="utf-8"))["cells"]
-    outputs = [output for cell in cells for output in cell.get("outputs", ())]
-    figures = [output for output in outputs if "".join(output.get("data", {}).get("text/html", "")).startswith("<img")]
-    return [" ".join(alt.split()) for output in figures for _, alt in pictures(output)]
+    drawing = re.findall(r"^!\[(.*)\]", "".join(cells[0]["source"]), re.MULTILINE)
+    return drawing + [alt for cell in cells for output in cell.get("outputs", ()) for _, alt in pictures(output)]
 
 
 def test_no_lesson_lacks_a_figure_a_formula_its_lab_or_its_card(site):
-    cards = re.findall(r'<li><a class="lesson".*?</li>', (site / "index.html").read_text(encoding="utf-8"))
+    cards = re.findall(r"<li style=.*?</li>", (site / "index.html").read_text(encoding="utf-8"))
     assert len(cards) == len(LESSONS)
     for lesson, card in zip(LESSONS, cards, strict=True):
         page = (site / "lessons" / f"{lesson}.html").read_text(encoding="utf-8")
-        images = [" ".join(html.unescape(alt).split()) for alt in re.findall(r'<img alt="([^"]*)"[^>]*_images/', page)]
-        assert images == alternative_texts(lesson), lesson
+        images = re.findall(r"""<img [^>]*?alt=(?:"([^"]*)"|'([^']*)')""", page.partition("<article")[2])
+        assert [html.unescape(a or b) for a, b in images] == alternative_texts(lesson), lesson
         assert re.findall(r"<h(\d)", page).count("1") == 1 and f'href="../labs/{lesson}.html"' in page, lesson
         leftovers = [word for word in ("Traceback", "widget-view", "colab_setup", r"\frac") if word in page]
         assert not leftovers, lesson

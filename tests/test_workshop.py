@@ -27,8 +27,6 @@ def test_minutes_are_shared_out_by_cost_and_sum_up():
     for row in contents.map_rows():
         steps = pace.plan(contents.sections(contents.find(row.number, "lessons")), row.minutes)
         assert pace.taken(steps) == row.minutes
-        in_lab = contents.exercises(contents.find(row.number, "labs"))
-        assert sum(exercise.minutes for exercise in in_lab) == row.lab_minutes
 
 
 def test_sections_are_dropped_in_the_notes_order_with_what_stands_below_them():

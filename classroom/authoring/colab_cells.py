@@ -59,10 +59,10 @@ def repository(root: Path = ROOT) -> str:
     return address
 
 
-def link(address: str, path: str) -> str:
-    """The link into Colab, in Markdown, for the notebook at `path` ('lessons/01_gpu_memory.ipynb') of a repository."""
+def address_in_colab(address: str, path: str) -> str:
+    """Where Colab opens the notebook at `path` ('lessons/01_gpu_memory.ipynb') of a repository."""
     opens = address.replace("https://", "https://colab.research.google.com/") + f"/blob/{BRANCH}/{path}"
-    return f"[Open in Colab]({opens.replace('github.com/', 'github/', 1)})"
+    return opens.replace("github.com/", "github/", 1)
 
 
 def first_cell(address: str, path: str) -> str:
@@ -83,7 +83,9 @@ def place(notebook: Any, path: str, address: str | None = None) -> None:
     title, _, rest = _LINK_LINE.sub("", head.source).partition("\n\n") if head else ("", "", "")
     if not title.startswith("# ") or head.cell_type != "markdown":
         raise ValueError(f"{path} must begin with a cell of Markdown whose first line is its title, '# …'")
-    head.source = "\n\n".join(part for part in (title, link(address, path), rest) if part)
+    head.source = "\n\n".join(
+        part for part in (title, f"[Open in Colab]({address_in_colab(address, path)})", rest) if part
+    )
     folded = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # in JupyterLab, in Colab
     cell = nbformat.v4.new_code_cell(first_cell(address, path), id=TAG, metadata={"tags": [TAG], **folded})
     notebook.cells.insert(1, cell)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from classroom.authoring import notes
+from classroom.authoring import colab_cells, notes
 from course_lib.files import write_atomically
 from course_lib.notebook import contents
 from course_lib.notebook.contents import ROOT
@@ -21,9 +21,12 @@ BEGIN, END = "<!-- lessons -->\n", "<!-- /lessons -->\n"
 
 def readme_table(root: Path = ROOT) -> str:
     """One row per lesson: title, question, minutes of lesson and lab, what it needs."""
+    address = colab_cells.repository(root)
     rows = ["| | lesson | the question | minutes | needs |", "| --- | --- | --- | --- | --- |"]
     for row in contents.map_rows(root):
         links = f"[{row.title}](lessons/{row.name}.ipynb), [lab](labs/{row.name}.ipynb)"
+        if row.name in colab_cells.NAMES:
+            links += f", [Colab]({colab_cells.address_in_colab(address, f'lessons/{row.name}.ipynb')})"
         rows.append(f"| {row.number} | {links} | {row.question} | {row.minutes}, lab {row.lab_minutes} | {row.needs} |")
     return "\n".join(rows) + "\n"
 

@@ -33,7 +33,7 @@ class Page:
 
 
 def show(thing: ModuleType | FunctionType | type | Path) -> Page:
-    """The source of a module, function or class, or a file's text, folded, in the page."""
+    """The source of a module, function or class, or a file's text with its lines numbered, folded, in the page."""
     from pygments import highlight
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import PythonLexer, find_lexer_class_for_filename, guess_lexer
@@ -49,7 +49,10 @@ def show(thing: ModuleType | FunctionType | type | Path) -> Page:
         except (TypeError, OSError, AttributeError):
             raise ValueError(f"{thing!r} has no source to show; give a module, function, class or file.") from None
         where = os.path.basename(inspect.getsourcefile(thing) or "")
-    body = highlight(source, lexer, HtmlFormatter(noclasses=True, style="default", cssstyles=_ON_DARK_PAGES_TOO))
+    numbers = "inline" if isinstance(thing, Path) else False
+    body = highlight(
+        source, lexer, HtmlFormatter(linenos=numbers, noclasses=True, style="default", cssstyles=_ON_DARK_PAGES_TOO)
+    )
     lines = f"{source.count(chr(10))} lines"
     summary = (
         f"Source of <code>{html.escape(name)}</code> ({html.escape(where)}, {lines})"

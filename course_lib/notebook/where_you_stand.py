@@ -99,7 +99,7 @@ def cards(shown: Iterable[Standing]) -> str:
             f"{html.escape(row.needs)} · <a href='../labs/{row.name}.ipynb'>lab {row.number}</a>, {row.lab_minutes} minutes"
             f" · <a href='../solutions/{row.name}.ipynb'>solution</a></p><p class='done' style='margin: 4px 0'>{html.escape(done)}</p></div></li>"
         )
-    grid = "display: grid; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)); gap: 14px; padding: 0; list-style: none"
+    grid = "display: grid; grid-template-columns: repeat(auto-fill, minmax(230px, 1fr)); gap: 14px; padding: 0; list-style: none"
     return f"<ol class='lessons' style='{grid}'>{''.join(items)}</ol>"
 
 

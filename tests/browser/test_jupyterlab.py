@@ -55,6 +55,7 @@ def folder() -> Iterator[Path]:
     for name in (MAP, LAB):
         (made / name).parent.mkdir()
         shutil.copy(ROOT / name, made / name)
+    shutil.copytree(ROOT / "lessons" / "pictures", made / "lessons" / "pictures")
     cells = [nbformat.v4.new_code_cell(cell) for cell in LESSON_CELLS]
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": KERNEL}), made / LESSON)
     yield made
@@ -81,6 +82,7 @@ def address(folder) -> Iterator[str]:
     overrides.parent.mkdir(parents=True)
     overrides.write_text(json.dumps({"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"}}))
     command = [sys.executable, "-m", "course_lib.notebook.start_jupyterlab", "--no-browser", "--allow-root"]
+    command += ["--MappingKernelManager.cull_idle_timeout=5", "--MappingKernelManager.cull_interval=1"]
     command += ["--ServerApp.root_dir=.", "--ServerApp.port=0", f"--LabApp.default_url=/lab/tree/{MAP}"]
     log = folder / "server.log"
     with log.open("wb") as output:
@@ -190,7 +192,12 @@ def guess_by_keyboard(lab, folder):
 
 
 def test_the_map_leads_to_a_lesson_whose_figures_and_slider_work(lab, folder):
-    lab.notebook.get_by_role("link", name="Where GPU memory goes").click()
+    pictures = lab.notebook.locator("img").evaluate_all("all => all.map(i => [i.naturalWidth, i.alt])")
+    assert len(pictures) == 9 and all(width and alt for width, alt in pictures), "the ring, and one on each card"
+    button = lab.notebook.get_by_text("Begin with lesson 1")
+    box = button.bounding_box()
+    assert box["y"] + box["height"] < 900, "the button to go on stands on the first screen"
+    button.click()
     lab.ready(LESSON)
     lab.page.locator("#jp-MainMenu .lm-MenuBar-item", has_text="Run").click()
     lab.page.locator(".lm-Menu-item", has=lab.page.get_by_text("Run All Cells", exact=True)).click()
@@ -217,7 +224,7 @@ def test_an_exercise_wrong_then_right_and_the_map_knows(lab):
     solution = next(c.source for c in nbformat.read(ROOT / SOLUTION, 4).cells if c.source.startswith(stub))
     lab.tab(MAP).click()
     lab.ready(MAP)
-    lab.notebook.get_by_role("link", name="lab", exact=True).first.click()
+    lab.notebook.get_by_role("link", name="lab 1", exact=True).click()
     lab.ready(LAB)
     lab.run(lab.cell("lab as check"))
     answer, check = lab.cell(stub), lab.cell("check.most_answers(")
@@ -229,3 +236,34 @@ def test_an_exercise_wrong_then_right_and_the_map_knows(lab):
     lab.tab(MAP).click()
     lab.ready(MAP)
     assert "1 of 6" in lab.run(lab.cell("where_you_stand"))
+
+
+def test_a_silent_cell_says_that_it_runs_and_stopping_it_takes_one_line(lab):
+    lab.tab(LESSON).click()
+    lab.ready(LESSON)
+    cell = lab.cell("figures.against_cards")
+    cell.locator(".cm-content").click()
+    lab.page.keyboard.press("ControlOrMeta+A")
+    lab.page.keyboard.insert_text("import subprocess\nsubprocess.run(['sleep', '600'])")
+    lab.page.keyboard.press("Shift+Enter")
+    cell.get_by_text(re.compile(r"running, \d+ s so far")).wait_for()
+    lab.notebook.locator("[data-command='notebook:interrupt-kernel']").click()
+    lab.idle()
+    shown = "\n".join(cell.locator(".jp-OutputArea-output").all_text_contents())
+    assert re.fullmatch(r"\s*took \d+ s\s*KeyboardInterrupt: [^\n]*line 2[^\n]*\s*", shown), shown
+
+
+def test_a_kernel_ends_when_its_notebook_is_closed_and_stays_while_it_is_open(lab, address):
+    """Here after 5 idle seconds; `make lab` waits for 30 minutes."""
+
+    def notebooks() -> set[str]:
+        sessions = lab.page.evaluate("address => fetch(address).then(answer => answer.json())", sessions_at)
+        return {session["path"] for session in sessions}
+
+    sessions_at = re.sub(r"/lab\S*\?", "/api/sessions?", address)
+    assert {LESSON, LAB, MAP} <= notebooks()
+    lab.tab(LAB).click()
+    lab.ready(LAB)
+    lab.page.keyboard.press("Alt+w")
+    wait_until(lambda: LAB not in notebooks())
+    assert {LESSON, MAP} <= notebooks()
