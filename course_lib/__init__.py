@@ -2,5 +2,5 @@
 
 import logging
 
-# On CPUs with bf16 instructions bitsandbytes misses a package for products that nothing here computes, and warns about it.
+# On CPUs with bf16 instructions bitsandbytes warns that it lacks a package, for products that this course never computes.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -19,5 +19,5 @@ def main(argv: Sequence[str]) -> int:
         print(f"{standing.lesson.name}: {standing.passed} of {standing.exercises} exercises passed{guesses}")
     print(how_guesses_went(done))
     step = next_step(done)
-    print(f"{step.words}: {step.path}")
+    print(f"{step.words} {step.path}".rstrip())
     return 0

@@ -16,11 +16,10 @@ from links import Links
 from notebook_page import page_of
 
 from course_lib.figures.stored_figures import pictures
-from course_lib.notebook.progress import Progress
-from course_lib.notebook.where_you_stand import cards, standings
+from course_lib.notebook.contents import map_rows
+from course_lib.notebook.where_you_stand import cards
 
 ROOT = Path(__file__).resolve().parent.parent
-MAP = "lessons/00_start_here.ipynb"
 TASTE = "Llama-3.1-8B, one sequence of 2,048 tokens"  # how the landing page's figure begins its description
 
 
@@ -55,10 +54,9 @@ def gather(source: Path) -> None:
             target.write_text(links.rewrite((ROOT / here).read_text(encoding="utf-8"), here), encoding="utf-8")
     with (source / "instructors" / "index.md").open("a", encoding="utf-8") as page:
         page.write("\n```{toctree}\n:hidden:\n:glob:\n\n[0-9]*\n```\n")
-    listed = cards(standings(Progress()))
     computed = {
         "REPOSITORY": links.address,
-        "LESSON_CARDS": re.sub("<p class='done'.*?</p>", "", links.html(listed, MAP, "index.md")),
+        "LESSON_CARDS": links.html(cards((row, "") for row in map_rows()), "lessons/00_start_here.ipynb", "index.md"),
         "TASTE": taste(),
     }
     index = (source / "index.md").read_text(encoding="utf-8")
@@ -73,5 +71,5 @@ def taste() -> str:
         for output in cell.get("outputs", ()):
             for data, alt in pictures(output):
                 if alt.startswith(TASTE):
-                    return f'<img class="figure" src="{data}" alt="{html.escape(alt)}">'
+                    return f'<img src="{data}" alt="{html.escape(alt)}">'
     raise ValueError(f'No figure of lesson 1 is described as "{TASTE} …"; name another one in site/gather.py (TASTE).')

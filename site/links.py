@@ -43,16 +43,16 @@ class Links:
             return self.blob(wanted) + hash_ + fragment
         return link
 
-    def rewrite(self, text: str, here: str, seen_from: str | None = None) -> str:
+    def rewrite(self, text: str, here: str) -> str:
         """The Markdown of the repository's file `here` with its links as the site needs them; code stays as it is."""
 
         def markdown(found: re.Match) -> str:
-            return self.target(found["target"], here, seen_from)
+            return self.target(found["target"], here)
 
         done, at = [], 0
         for fence in [*_FENCE.finditer(text), None]:
             end = fence.start() if fence else len(text)
-            done.append(self.html(_MARKDOWN.sub(markdown, text[at:end]), here, seen_from))
+            done.append(self.html(_MARKDOWN.sub(markdown, text[at:end]), here))
             if fence:
                 done.append(fence[0])
                 at = fence.end()

@@ -213,6 +213,9 @@ def test_each_notebook_opens_with_its_lessons_drawing():
         [(words, file)] = re.findall(r"^!\[(.*)\]\((.*)\)$", first, re.MULTILINE)
         assert words == titles[path.name[:2]] and (path.parent / file).stem[:2] == path.name[:2], path
         assert (path.parent / file).is_file(), path
+    ring = ElementTree.parse(ROOT / "lessons" / "pictures" / "ring.svg").findtext(f"{SVG}title")
+    for name in ("README.md", "site/index.md", "lessons/00_start_here.ipynb"):
+        assert f"![{ring}](" in (ROOT / name).read_text(encoding="utf-8"), name
 
 
 def test_the_moving_ring_is_the_ring():

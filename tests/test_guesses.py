@@ -220,35 +220,35 @@ def test_in_front_of_a_person_run_all_goes_past_the_box_and_the_answer_stays_fol
     assert any("application/vnd.jupyter.widget-view+json" in output.data for output in asked)
 
 
-def test_a_long_cell_says_how_long_it_takes_and_a_short_one_nothing(tmp_path):
-    cells = [
-        "from course_lib.notebook import takes, waiting\nwaiting.SILENT, waiting.EVERY = 0.3, 0.1\nimport time",
-        "takes(seconds=60)\ntime.sleep(0.2)\n1 / 0",
-        "time.sleep(1)\nprint('done')",
-        "import threading\nprint([thread.name for thread in threading.enumerate() if 'cell' in thread.name])",
-    ]
+def run_in_front_of_a_person(cells: list[str], folder) -> list[list]:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(
-        notebook, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": tmp_path}}
-    ).execute()
-    _, timed, long, short = (cell.outputs for cell in notebook.cells)
+    options = {"kernel_name": "python3", "allow_errors": True, "resources": {"metadata": {"path": folder}}}
+    NotebookClient(notebook, **options).execute()
+    return [cell.outputs for cell in notebook.cells]
+
+
+def test_a_long_cell_says_how_long_it_takes_and_a_short_one_nothing(tmp_path):
+    _, timed, long, _, captured, short = run_in_front_of_a_person(
+        [
+            "from course_lib.notebook import takes, waiting\nwaiting.SILENT, waiting.EVERY = 0.3, 0.1\nimport time",
+            "takes(seconds=60)\ntime.sleep(0.2)\n1 / 0",
+            "time.sleep(1)\nprint('done')",
+            "%%capture\ntime.sleep(0.6)",  # a cell in a cell
+            "from IPython.utils.capture import capture_output\nwith capture_output() as own:\n    time.sleep(1)\nprint(len(own.outputs))",
+            "import threading\nprint([thread.name for thread in threading.enumerate() if 'cell' in thread.name])",
+        ],
+        tmp_path,
+    )
     assert re.fullmatch(r"took \d+ s", timed[0].data["text/plain"]) and timed[-1].ename == "ZeroDivisionError"
     assert re.fullmatch(r"took \d+ s", long[0].data["text/plain"]) and long[1].text == "done\n"
-    assert [output.get("text") for output in short] == [
-        "['how long the cell still takes']\n"
-    ]  # its own, not the others'
+    assert captured[-1].text == "0\n", "the line stands below the cell, and not in what the cell captured"
+    assert [output.get("text") for output in short] == ['["a cell\'s status line"]\n'], "its own: the others have ended"
 
 
-def test_a_stopped_cell_shows_one_line_and_where(tmp_path):
-    cells = [
-        "import course_lib.notebook",
-        "import os, signal, subprocess\nsignal.alarm(0)\nos.kill(os.getpid(), signal.SIGINT)\nsubprocess.run(['sleep', '60'])",
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(
-        notebook, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": tmp_path}}
-    ).execute()
-    [stopped] = notebook.cells[1].outputs
+def test_an_interrupted_cell_shows_one_line_and_where(tmp_path):
+    _, [stopped] = run_in_front_of_a_person(
+        ["import os, signal, course_lib.notebook", "pid = os.getpid()\n\nos.kill(pid, signal.SIGINT)"], tmp_path
+    )
     assert stopped.ename == "KeyboardInterrupt" and len(stopped.traceback) == 1 and "line 3" in stopped.traceback[0]
 
 

@@ -23,6 +23,7 @@ import nbformat
 import pytest
 
 from classroom.authoring.labs import BEGIN, END
+from course_lib.notebook.contents import ABOUT_MINUTES
 from course_lib.notebook.guesses import Measurement
 from course_lib.notebook.page import table
 
@@ -180,7 +181,7 @@ def within(what: str, notebook: Notebook) -> list[str]:
 def opening(notebook: Notebook) -> list[str]:
     wanted = {
         "question in bold": r"\*\*(?:(?!\*\*).)+\?[”\"]?\*\*",
-        "'about N minutes'": r"(?i)\babout \d+ minutes",
+        "'about N minutes'": ABOUT_MINUTES,
         "picture": r"!\[.+\]\(.+\.svg\)",
     }
     if not notebook.is_deeper:

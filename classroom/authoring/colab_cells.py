@@ -22,7 +22,7 @@ NAMES = ("01_gpu_memory", "02_single_gpu")  # one GPU is enough for these
 FOLDERS = ("lessons", "labs", "solutions")
 BRANCH = "main"
 TAG = "colab"  # of the cell, which has it as its id, too
-_LINK_LINE = re.compile(r"^\[!?\[?Open in Colab\].*\n*", re.MULTILINE)
+_LINK_LINE = re.compile(r"^\[Open in Colab\].*\n*", re.MULTILINE)
 
 # `{course}` is an address, `{name}` its last part. Outside Colab nothing of it runs, and nothing is printed.
 _CELL = """\
@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line: 0 when link and cell are in place, 1 when they are not, 2 when they cannot be."""
     parser = argparse.ArgumentParser(
         prog="python -m classroom.authoring.colab_cells",
-        description="Badge and first cell for Google Colab in the notebooks.",
+        description="Link and first cell for Google Colab in the notebooks.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", action="store_true", help="put them into lessons/ and solutions/")

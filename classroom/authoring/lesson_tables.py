@@ -52,7 +52,7 @@ TABLES = {"README.md": readme_table, "site/instructors/index.md": instructors_ta
 
 
 def update(root: Path = ROOT, *, write: bool) -> list[str]:
-    """Name the files whose table is not what the course map gives; with `write`, write them."""
+    """Name the files whose table is out of step; with `write`, write them."""
     changed = []
     for name, table in TABLES.items():
         text = (root / name).read_text(encoding="utf-8")

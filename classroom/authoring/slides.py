@@ -94,9 +94,8 @@ def make(lesson: Path, folder: Path, *, note: str = "") -> Path:
 
     notebook = nbformat.read(lesson, as_version=4)
     notebook.cells = list(slide_cells(notebook, note))
-    exporter = SlidesExporter(
-        raw_template=TEMPLATE, reveal_theme="white", embed_images=True
-    )  # nbconvert's usual theme fetches its fonts
+    # nbconvert's usual theme fetches its fonts
+    exporter = SlidesExporter(raw_template=TEMPLATE, reveal_theme="white", embed_images=True)
     exporter.exclude_input_prompt = exporter.exclude_output_prompt = True
     exporter.reveal_url_prefix = LOCAL if (folder / LOCAL).is_dir() else f"https://unpkg.com/{REVEAL}"
     page, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": lesson.stem, "path": str(lesson.parent)}})

@@ -27,7 +27,7 @@ SCALE = 1.15
 PIXELS = 2
 """Pixels of a PNG for each one on the page, so that it stays sharp on a dense screen."""
 SVG_BYTES = 64 * 1024
-"""A drawing of more points than that is a PNG."""
+"""A larger drawing, of thousands of points, becomes a PNG."""
 FONTS = "font-family:'DejaVu Sans',Verdana,sans-serif"  # the first is the one that Matplotlib measures with
 ON_DARK_PAGES = (
     "<style>[data-jp-theme-light=false] .figure, .vscode-dark .figure, [theme=dark] .figure "
@@ -190,10 +190,12 @@ def _shorter(element: re.Match[str]) -> str:
 
 
 def _round_dots(pattern: str) -> str:
-    """A hatch's 250 dots, each a circle of eight curves, as lines of no length with round ends."""
-    dots, circles = re.subn(r"M (\S+) (\S+) C[^z]*z", r"M \1 \2 h 0", pattern)
-    thicker = "stroke-width: 2; stroke-linecap: round"
-    return dots.replace("stroke-width: 1.0; stroke-linecap: butt", thicker) if circles else pattern
+    """A hatch's 250 dots ("..", not "oo"), each a circle of eight curves, as lines of no length with round ends."""
+    thin = "stroke-width: 1.0; stroke-linecap: butt"
+    if thin not in pattern or " C " not in pattern:
+        return pattern
+    dots = re.sub(r"M (\S+) (\S+) C[^z]*z", r"M \1 \2 h 0", pattern)
+    return dots.replace(thin, "stroke-width: 2; stroke-linecap: round")
 
 
 def png(figure: Figure) -> bytes:

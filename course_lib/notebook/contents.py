@@ -1,4 +1,4 @@
-"""What the class commands need from the notebooks without running them: sections, exercises, stated minutes.
+"""What the map, the site and the class commands need from the notebooks without running them: sections, exercises, minutes.
 
 Read as JSON, so that a page about the class costs no import of PyTorch.
 """
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]  # the repository
 _HEADING = re.compile(r"^(#{1,3}) +(.+?) *$")
 _CHECK = re.compile(r"^[^#\n]*\bcheck\.(\w+)\(", re.MULTILINE)
 _STATED = re.compile(r"\*difficulty (\d) of 5 · importance (\d) of 5 · (\d+) minutes\*")
-_ABOUT = re.compile(r"\babout (\d+) minutes", re.IGNORECASE)
+ABOUT_MINUTES = re.compile(r"\babout (\d+) minutes", re.IGNORECASE)
 
 
 @dataclass
@@ -130,11 +130,12 @@ def map_rows(root: Path = ROOT) -> list[MapRow]:
             f"lessons/course.toml lists {', '.join(lesson['name'] for lesson in listed)}, and the folder holds "
             f"{', '.join(names)}: give each lesson its entry"
         )
+    in_labs = labs(root)
     return [
         MapRow(
             number,
             minutes=_stated_minutes(root / "lessons" / f"{lesson['name']}.ipynb"),
-            lab_minutes=sum(one.minutes for one in exercises(find(number, "labs", root))),
+            lab_minutes=sum(exercise.minutes for exercise in in_labs[lesson["name"]]),
             **lesson,
         )
         for number, lesson in enumerate(listed, 1)
@@ -142,7 +143,7 @@ def map_rows(root: Path = ROOT) -> list[MapRow]:
 
 
 def _stated_minutes(path: Path) -> int:
-    stated = _ABOUT.search(_source(_cells(path)[0]))
+    stated = ABOUT_MINUTES.search(_source(_cells(path)[0]))
     if not stated:
         raise ValueError(f"the first cell of {path.name} does not say about how many minutes it takes")
     return int(stated[1])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
+from xml.etree import ElementTree
 
+from course_lib.figures.style import Picture
 from course_lib.notebook import contents, progress
 from course_lib.notebook.contents import MapRow
 from course_lib.notebook.page import Page
@@ -17,9 +18,9 @@ from course_lib.notebook.progress import GuessRecord
 FEWEST_TO_COMPARE = 6
 """With fewer guesses than this nobody is told whether they got better."""
 _CARD = "border: 1px solid #8888; border-radius: 8px; overflow: hidden; margin: 0; padding: 0"
-_BUTTON = (
-    "display: inline-block; padding: 10px 18px; border-radius: 8px; background: #005A8F; color: #fff; font-weight: 600"
-)
+_BUTTON = "display: inline-block; padding: 10px 18px; border-radius: 8px; background: #005A8F; color: #fff"
+_COLUMNS = "grid-template-columns: repeat(auto-fill, minmax(230px, 1fr))"
+_GRID = f"display: grid; {_COLUMNS}; gap: 14px; padding: 0; list-style: none"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class NextStep:
-    """Where to go on: a notebook, its path from the repository's root, and a sentence about it."""
+    """Where to go on: a notebook, its path from the repository's root ("" at the end), and a sentence about it."""
 
     path: str
     words: str
@@ -67,40 +68,37 @@ def next_step(done: progress.Progress | None = None) -> NextStep:
                     return NextStep(f"labs/{row.name}.ipynb", words)
                 go = "Begin with" if row.number == 1 else "Go on with"
                 return NextStep(f"lessons/{row.name}.ipynb", f"{go} lesson {row.number}: {row.title}")
-    return NextStep("lessons/00_start_here.ipynb", "Every exercise of the course is passed")
+    return NextStep("", "Every exercise of the course is passed.")
 
 
 def where_you_stand(done: progress.Progress | None = None) -> Page:
     """The course map: a button to go on, and a card for each lesson. Its links start from the folder lessons/."""
     done = progress.load() if done is None else done
-    step, went = next_step(done), how_guesses_went(done)
-    button = f"<p><a role='button' href='../{step.path}' style='{_BUTTON}'>{html.escape(step.words)} &rarr;</a></p>"
-    page = f"{button}<p>{html.escape(went)}</p>{cards(standings(done))}"
-    lines = [f"{s.lesson.name}: {_passed_in_words(s)}" for s in standings(done)]
-    return Page(page, "\n".join([f"{step.words}: {step.path}", went, *lines]))
+    shown, step, went = standings(done), next_step(done), how_guesses_went(done)
+    go_on = html.escape(step.words)
+    if step.path:
+        go_on = f"<a href='../{step.path}' style='{_BUTTON}'>{go_on} &rarr;</a>"
+    page = f"<p>{go_on}</p><p>{html.escape(went)}</p>{cards((s.lesson, _in_words(s)) for s in shown)}"
+    lines = [f"{standing.lesson.name}: {_in_words(standing)}" for standing in shown]
+    return Page(page, "\n".join([f"{step.words} {step.path}".rstrip(), went, *lines]))
 
 
-def cards(shown: Iterable[Standing]) -> str:
-    """The lessons as a list of cards, in HTML: picture, question, minutes, lab, and what is done."""
-    items = []
-    for standing in shown:
-        row = standing.lesson
-        drawing = (contents.ROOT / "lessons" / "pictures" / f"{row.name}.svg").read_text(encoding="utf-8")
-        picture = f"data:image/svg+xml;base64,{base64.b64encode(drawing.encode()).decode()}"
-        alt = drawing.partition("<title")[2].partition(">")[2].partition("</title>")[0].strip()
-        done = ". ".join(
-            filter(None, [_passed_in_words(standing), standing.guesses and f"Guesses: {standing.guesses}"])
-        )
-        items.append(
-            f"<li style='{_CARD}'><img src='{picture}' alt='{html.escape(alt)}' style='width: 100%; margin: 0'>"
-            f"<div style='padding: 4px 14px 12px'>"
-            f"<a class='lesson' href='{row.name}.ipynb'><b>{row.number}. {html.escape(row.title)}</b></a>"
-            f"<p class='question' style='margin: 4px 0'>{html.escape(row.question)}</p><p class='needs' style='margin: 4px 0'>{row.minutes} minutes · "
-            f"{html.escape(row.needs)} · <a href='../labs/{row.name}.ipynb'>lab {row.number}</a>, {row.lab_minutes} minutes"
-            f" · <a href='../solutions/{row.name}.ipynb'>solution</a></p><p class='done' style='margin: 4px 0'>{html.escape(done)}</p></div></li>"
-        )
-    grid = "display: grid; grid-template-columns: repeat(auto-fill, minmax(230px, 1fr)); gap: 14px; padding: 0; list-style: none"
-    return f"<ol class='lessons' style='{grid}'>{''.join(items)}</ol>"
+def cards(lessons: Iterable[tuple[MapRow, str]]) -> str:
+    """The lessons as a list of cards, in HTML: picture, title, question, minutes, lab, and a line about each ("" for none)."""
+    return f"<ol class='lessons' style='{_GRID}'>{''.join(_card(row, line) for row, line in lessons)}</ol>"
+
+
+def _card(row: MapRow, line: str) -> str:
+    drawing = (contents.ROOT / "lessons" / "pictures" / f"{row.name}.svg").read_bytes()
+    title = ElementTree.fromstring(drawing).findtext("{http://www.w3.org/2000/svg}title", "").strip()
+    lesson = f"<a class='lesson' href='{row.name}.ipynb'><b>{row.number}. {html.escape(row.title)}</b></a>"
+    lab = f"<a href='../labs/{row.name}.ipynb'>lab {row.number}</a>, {row.lab_minutes} minutes"
+    solution = f"<a href='../solutions/{row.name}.ipynb'>solution</a>"
+    needs = f"{row.minutes} minutes · {html.escape(row.needs)} · {lab} · {solution}"
+    paragraphs = {"question": html.escape(row.question), "needs": needs, "done": html.escape(line)}
+    below = "".join(f"<p class='{name}' style='margin: 4px 0'>{text}</p>" for name, text in paragraphs.items() if text)
+    picture = Picture(drawing, title, width=760).html
+    return f"<li style='{_CARD}'>{picture}<div style='padding: 4px 14px 12px'>{lesson}{below}</div></li>"
 
 
 def how_guesses_went(done: progress.Progress | None = None) -> str:
@@ -132,8 +130,9 @@ def _typical(records: list[GuessRecord]) -> str:
     return f"{math.ceil(middle / step - 1e-9) * step:,.4g}"
 
 
-def _passed_in_words(standing: Standing) -> str:
-    return f"{standing.passed} of {standing.exercises} exercises passed"
+def _in_words(standing: Standing) -> str:
+    passed = f"{standing.passed} of {standing.exercises} exercises passed"
+    return f"{passed}. Guesses: {standing.guesses}" if standing.guesses else passed
 
 
 def _guesses(done: progress.Progress, lab: str) -> list[GuessRecord]:

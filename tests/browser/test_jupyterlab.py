@@ -254,7 +254,7 @@ def test_a_silent_cell_says_that_it_runs_and_stopping_it_takes_one_line(lab):
 
 
 def test_a_kernel_ends_when_its_notebook_is_closed_and_stays_while_it_is_open(lab, address):
-    """Here after 5 idle seconds; `make lab` waits for 30 minutes."""
+    """Here after 5 idle seconds; `make lab` waits for 30 minutes. The tests above have opened the notebooks."""
 
     def notebooks() -> set[str]:
         sessions = lab.page.evaluate("address => fetch(address).then(answer => answer.json())", sessions_at)
