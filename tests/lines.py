@@ -26,28 +26,28 @@ ROOMS = {
     "course_lib/training": (5771, 1200),
     "course_lib/checkpoints": (1211, 400),
     "course_lib/notebook": (
-        1315,
+        1471,
         600,
-    ),  # a box that waits for a guess, units as people type them, what unfolds with the answer
-    "course_lib/figures": (1945, 950),  # the ranks' event files are read where they are drawn
-    "course_lib": (586, 300),  # two optimizers and a loss, and what does not go with them
+    ),  # every cell says that it runs, and the map is a page of cards
+    "course_lib/figures": (2030, 950),  # a figure becomes a compact SVG
+    "course_lib": (600, 300),  # a lesson's opening picture in Colab
     "course_tools/planning": (3691, 2500),
-    "course_tools/axolotl": (3088, 2000),
+    "course_tools/axolotl": (3089, 2000),  # a notebook needs no remark that it waits
     "course_tools/clusters": (1090, 600),
     "course_tools/conversion": (1023, 700),
     "course_tools/monitoring": (744, 450),
     "course_tools/doctor": (719, 450),
-    "course_tools": (151, 150),
+    "course_tools": (152, 150),  # where to go on, and the notebook there
     "course_checks/harness": (1150, 700),  # clauses and hints; what they replace goes with the labs that use it
     "course_checks": (10593, 3850),
-    "classroom": (1651, 1200),  # the board tells how well a learner guesses
+    "classroom": (1659, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (3424, 1300),
     "tests": (
-        14806,
+        14941,
         9700,
-    ),  # mutants of a lab's solution; a step's timeline and snapshot, each beside a second instrument
-    "benchmarks": (2531, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one
-    "site": (504, 450),
+    ),  # drawings, the map and a cell's status line, also in a browser
+    "benchmarks": (2379, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one
+    "site": (469, 450),
 }
 
 

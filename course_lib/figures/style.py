@@ -26,8 +26,8 @@ SCALE = 1.15
 """A figure of 7.5 inches fills the site's column, 828 pixels of 1/96 inch."""
 PIXELS = 2
 """Pixels of a PNG for each one on the page, so that it stays sharp on a dense screen."""
-SVG_BYTES = 64 * 1024
-"""A larger drawing, of thousands of points, becomes a PNG."""
+SVG_BYTES = 32 * 1024
+"""A larger drawing, of many points, becomes a PNG where that is smaller."""
 FONTS = "font-family:'DejaVu Sans',Verdana,sans-serif"  # the first is the one that Matplotlib measures with
 ON_DARK_PAGES = (
     "<style>[data-jp-theme-light=false] .figure, .vscode-dark .figure, [theme=dark] .figure "
@@ -156,7 +156,9 @@ def picture(figure: Figure, alt: str) -> Picture:
     if not alt.strip():
         raise ValueError("A figure needs its alternative text: one sentence that says what it shows.")
     drawn = svg(figure)
-    return Picture(drawn if len(drawn) <= SVG_BYTES else png(figure), alt, round(SCALE * 96 * figure.get_figwidth()))
+    if len(drawn) > SVG_BYTES:
+        drawn = min(drawn, png(figure), key=len)
+    return Picture(drawn, alt, round(SCALE * 96 * figure.get_figwidth()))
 
 
 def svg(figure: Figure) -> bytes:
@@ -168,9 +170,13 @@ def svg(figure: Figure) -> bytes:
         figure.savefig(written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = re.sub(r"\s+", " ", written.getvalue()).replace("> <", "><")
     text = re.sub(r"<!--.*?-->", "", text[text.index("<svg") :])
-    text = re.sub(r' id="([^"]*)"', lambda found: found[0] if f"#{found[1]}" in text else "", text)
     text = re.sub(r"<pattern.*?</pattern>", lambda pattern: _round_dots(pattern[0]), text)
     text = re.sub(r"<[^>]+>", _shorter, text)  # the elements, not the words between them
+    names = [name for name in re.findall(r' id="([^"]*)"', text) if f"#{name}" in text]
+    text = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in names else "", text)
+    for i, name in enumerate(names):
+        text = text.replace(f'"{name}"', f'"n{i}"').replace(f"#{name}", f"#n{i}")
+    text = re.sub(r"<g>(<(?:path|use)[^>]*/>|<text[^>]*>[^<]*</text>)</g>", r"\1", text)
     rules = {style: f"s{i}" for i, style in enumerate(dict.fromkeys(re.findall(r' style="([^"]*)"', text)))}
     text = re.sub(r' style="([^"]*)"', lambda found: f' class="{rules[found[1]]}"', text)
     sheet = "".join(f".{name}{{{style}}}" for style, name in rules.items())
@@ -186,7 +192,9 @@ def _shorter(element: re.Match[str]) -> str:
 
     short = re.sub(r' *font-family: [^;"]*;?| transform="rotate\(-0 [^)]*\)"', "", element[0])
     short = re.sub(r"(?<=[MLQCz]) | (?=[MLQCz][ \"])", "", short)
-    return re.sub(r"-?\d+\.\d+", rounded, short)
+    short = re.sub(r"-?\d+\.\d+", rounded, short)
+    short = re.sub(r"M(\S+) (\S+)L\1 (\S+)L(\S+) \3L\4 \2(?:L\1 \2)?z", r"M\1 \2V\3H\4V\2z", short)  # a box, down first
+    return re.sub(r"M(\S+) (\S+)L(\S+) \2L\3 (\S+)L\1 \4(?:L\1 \2)?z", r"M\1 \2H\3V\4H\1z", short)  # or across
 
 
 def _round_dots(pattern: str) -> str:

@@ -241,11 +241,11 @@ def test_an_exercise_wrong_then_right_and_the_map_knows(lab):
 def test_a_silent_cell_says_that_it_runs_and_stopping_it_takes_one_line(lab):
     lab.tab(LESSON).click()
     lab.ready(LESSON)
-    cell = lab.cell("figures.against_cards")
-    cell.locator(".cm-content").click()
+    lab.cell("figures.against_cards").locator(".cm-content").click()
     lab.page.keyboard.press("ControlOrMeta+A")
     lab.page.keyboard.insert_text("import subprocess\nsubprocess.run(['sleep', '600'])")
     lab.page.keyboard.press("Shift+Enter")
+    cell = lab.cell("'600'")
     cell.get_by_text(re.compile(r"running, \d+ s so far")).wait_for()
     lab.notebook.locator("[data-command='notebook:interrupt-kernel']").click()
     lab.idle()
@@ -264,6 +264,8 @@ def test_a_kernel_ends_when_its_notebook_is_closed_and_stays_while_it_is_open(la
     assert {LESSON, LAB, MAP} <= notebooks()
     lab.tab(LAB).click()
     lab.ready(LAB)
+    lab.page.keyboard.press("ControlOrMeta+s")
+    lab.tab(LAB, ".jp-mod-dirty").wait_for(state="detached")  # else JupyterLab asks whether to save
     lab.page.keyboard.press("Alt+w")
     wait_until(lambda: LAB not in notebooks())
     assert {LESSON, MAP} <= notebooks()
