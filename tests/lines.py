@@ -26,10 +26,10 @@ ROOMS = {
     "course_lib/training": (5771, 1200),
     "course_lib/checkpoints": (1211, 400),
     "course_lib/notebook": (
-        1471,
+        1472,
         600,
     ),  # every cell says that it runs, and the map is a page of cards
-    "course_lib/figures": (2030, 950),  # a figure becomes a compact SVG
+    "course_lib/figures": (2025, 950),  # a figure becomes a compact SVG
     "course_lib": (600, 300),  # a lesson's opening picture in Colab
     "course_tools/planning": (3691, 2500),
     "course_tools/axolotl": (3089, 2000),  # a notebook needs no remark that it waits
@@ -39,11 +39,11 @@ ROOMS = {
     "course_tools/doctor": (719, 450),
     "course_tools": (152, 150),  # where to go on, and the notebook there
     "course_checks/harness": (1150, 700),  # clauses and hints; what they replace goes with the labs that use it
-    "course_checks": (10593, 3850),
+    "course_checks": (10596, 3850),  # a long message is wrapped
     "classroom": (1659, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (3424, 1300),
     "tests": (
-        14941,
+        14953,
         9700,
     ),  # drawings, the map and a cell's status line, also in a browser
     "benchmarks": (2379, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one

@@ -229,7 +229,10 @@ def test_the_moving_ring_is_the_ring():
         rank, part = divmod(columns.index(float(box.get("x"))), 4)
         appears[rank, rows.index(float(box.get("y"))), part] = int((box.get("class") or "s0")[1:])
     for step in range(7):
-        state, _ = collectives.ring_state(4, step)
+        state, sent = collectives.ring_state(4, step)
+        arrived = [box for box in root.iter(f"{SVG}rect") if box.get("class") == f"say t{step}"]
+        places = {((int(box.get("x")) - 52) / 180, (int(box.get("y")) - 94) / 37) for box in arrived}
+        assert places == {(receiver, chunk) for _, chunk, receiver in sent}, "the frames of this step"
         held = {(rank, chunk, part) for rank, row in enumerate(state) for content, chunk in row for part in content}
         assert held == {place for place, first in appears.items() if first <= step}, step
 

@@ -12,9 +12,11 @@ import pytest
 import yaml
 from refusals import assert_refused
 
-from classroom.authoring import lesson_tables, slides
+from classroom.authoring import colab_cells, lesson_tables, slides
 from classroom.workshop import pace
 from course_lib.figures.stored_figures import pictures
+from course_lib.memory import estimate
+from course_lib.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "site" / "instructors"
@@ -91,6 +93,13 @@ def test_tables_of_lessons_follow_the_map(tmp_path):
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == text
     (tmp_path / "README.md").write_text("no table", encoding="utf-8")
     assert_refused([(lambda: lesson_tables.update(tmp_path, write=True), ValueError, "README.md")])
+
+
+def test_the_readme_is_short_and_what_it_types_is_computed_elsewhere() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.split()) < 700
+    assert f"git clone {colab_cells.repository()} " in readme
+    assert f"**{estimate('llama-3.1-8b', seq_len=2048).device / GIB:.0f} GiB.**" in readme
 
 
 def test_slides_lose_nothing_and_fetch_nothing_but_reveal_js(tmp_path, capsys):

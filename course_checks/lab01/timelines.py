@@ -6,6 +6,7 @@ import functools
 import gc
 import pickle
 import tempfile
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,12 +108,14 @@ def _message(run: str, done: int, seen: Snapshot, oom: Mapping[str, Any]) -> str
     tried = allocator.replay([(True, 0, oom["size"])]).reserved_peak
     used, allocated = int(seen.reserved[-1]), int(seen.allocated[-1])
     places = [f'  File "train.py", line {line}\n    {LINES[line].strip()}' for line in _lines(oom)]
-    return "\n".join([f"{done} of {RUNS[run]['steps']} steps done", "Traceback (most recent call last):", *places]) + (
-        f"\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate {nice_bytes(tried)}. GPU 0 has a total capacity of "
+    error = (
+        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {nice_bytes(tried)}. GPU 0 has a total capacity of "
         f"{nice_bytes(CARDS[run])} of which {nice_bytes(oom['device_free'])} is free. Including non-PyTorch memory, this process "
         f"has {nice_bytes(used)} memory in use. Of the allocated memory {nice_bytes(allocated)} is allocated by PyTorch, and "
         f"{nice_bytes(used - allocated)} is reserved by PyTorch but unallocated."
     )
+    steps = f"{done} of {RUNS[run]['steps']} steps done"
+    return "\n".join([steps, "Traceback (most recent call last):", *places, *textwrap.wrap(error, 100)])
 
 
 @functools.cache

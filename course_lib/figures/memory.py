@@ -60,9 +60,8 @@ def step_memory(timeline: Timeline, *, title: str) -> Picture:
     for name, first, last in timeline.phases:
         axis.axvline(first, color="black", linestyle=":", linewidth=1)
         narrow = last - first < len(places) / 8
-        axis.text(
-            last if narrow else (first + last) / 2, 1.24 * top, name, va="top", ha="right" if narrow else "center"
-        )
+        place, side = (last, "right") if narrow else ((first + last) / 2, "center")
+        axis.text(place, 1.24 * top, name, va="top", ha=side, bbox=ON_WHITE)
     where = {"block": "in a block", "loss": "in the loss", "embedding": "at the embedding's gradient"}
     moment = where.get(timeline.at_work[worst], "in the optimizer's step")
     axis.plot([worst], [1.035 * top], marker="v", color="black", markersize=8)
@@ -118,7 +117,8 @@ def stacked_against_cards(
     totals = [sum(parts.values()) for parts in rows.values()]
     for place, total in zip(places, totals, strict=True):
         fitting = [name for name, size in cards.items() if total <= size]
-        verdict = f"fits {min(fitting, key=cards.__getitem__)}" if fitting else "fits none"
+        no = "fits none" if len(cards) > 1 else "does not fit"
+        verdict = f"fits {min(fitting, key=cards.__getitem__)}" if fitting else no
         words = f" {total / GIB:,.1f}  {verdict}"
         axis.text(1.0, place, words, transform=axis.get_yaxis_transform(), va="center", fontsize=9)
     for name, card in cards.items():
@@ -127,7 +127,7 @@ def stacked_against_cards(
     axis.set_yticks(places, list(rows))
     axis.set(xlabel="GiB", xlim=(0, 1.05 * max(*ends, *(card / GIB for card in cards.values()))))
     axis.set_ylim(-0.6, len(rows) - 0.5)
-    axis.set_title(title, pad=18)
+    axis.set_title(title, pad=22)
     legend_below(figure, columns=3)
     told = "; ".join(
         f"{name}: {nice_bytes(total)} ("

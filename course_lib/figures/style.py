@@ -29,11 +29,6 @@ PIXELS = 2
 SVG_BYTES = 32 * 1024
 """A larger drawing, of many points, becomes a PNG where that is smaller."""
 FONTS = "font-family:'DejaVu Sans',Verdana,sans-serif"  # the first is the one that Matplotlib measures with
-ON_DARK_PAGES = (
-    "<style>[data-jp-theme-light=false] .figure, .vscode-dark .figure, [theme=dark] .figure "
-    "{filter: invert(.9) hue-rotate(180deg)}</style>"
-)
-"""JupyterLab, VS Code and Colab: white becomes nearly black, and a colour stays the colour that the text calls it."""
 
 
 def in_turn(forms: Sequence[Any], i: int) -> Any:
@@ -138,11 +133,11 @@ class Picture:
 
     @property
     def html(self) -> str:
-        """The picture as HTML, as wide as the page where that is narrower; a dark page turns its light."""
+        """The picture as HTML: a white card, also on a dark page, and no wider than the page."""
         kind = "png" if self.data.startswith(b"\x89PNG") else "svg+xml"
         source = f"data:image/{kind};base64,{base64.b64encode(self.data).decode()}"
-        size = f"width='{self.width}' style='max-width: 100%; height: auto'"
-        return f"{ON_DARK_PAGES}<img class='figure' alt='{html.escape(self.alt)}' {size} src='{source}'>"
+        look = f"width='{self.width}' style='max-width: 100%; height: auto; background: #fff; border-radius: 8px'"
+        return f"<img class='figure' alt='{html.escape(self.alt)}' {look} src='{source}'>"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return {"text/html": self.html, "text/plain": repr(self)}

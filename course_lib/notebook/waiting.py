@@ -42,16 +42,16 @@ class StatusLine:
             self._is_shown = True
 
     def end(self) -> None:
-        """The cell has ended, one way or another: the line, where there is one, says how long it took."""
+        """The cell has ended, one way or another: its line, where there is one, goes."""
         self._over.set()
         self._thread.join()
         if self._is_shown:
             self.show()
 
     def __str__(self) -> str:
-        gone = time.monotonic() - self._began
         if self._over.is_set():
-            return f"took {gone:.0f} s"
+            return ""
+        gone = time.monotonic() - self._began
         if self.expected is None:
             return f"running, {gone:.0f} s so far"
         left = self.expected - gone

@@ -132,7 +132,7 @@ class Answer:
         plans: the shortest step first, one for each method, strategy and grid, in its fastest variant that fits.
         refused: the first three, by their speed, of which no variant fits.
         grids: the grids in the order of their fastest plan, as many as there are `plans` asked for.
-        searched: settings whose time was reckoned. estimated: those whose memory was; the rest was out beforehand.
+        searched: settings whose time was computed. estimated: those whose memory was; the rest was out beforehand.
         seconds: that the search took.
         note: what was assumed about the machines, or "".
     """

@@ -116,7 +116,7 @@ def _read(text: Any) -> Machines:
     if not card.peak_flops:
         like = _like(card)
         card = replace(card, peak_flops=like.peak_flops, bandwidth=like.bandwidth)
-        note = f"Only the memory of {card.name} is known: its speed and links are taken to be those of a {like.name}."
+        note = f"Only the memory of {card.name} is known: its speed and links are taken from the {like.name}."
         inner, outer, links = WIRING.get(like.name, OTHERS)
     else:
         inner, outer, links = WIRING.get(card.name, OTHERS)

@@ -138,7 +138,7 @@ def table(answer: Answer) -> str:
     if answer.refused:
         lines += ["", "did not fit", *(f"  {one.sentence}" for one in answer.refused)]
     return "\n".join(
-        [*lines, "", f"{answer.searched:,} ways reckoned in {seconds(answer.seconds)}; none of them was run."]
+        [*lines, "", f"{answer.searched:,} configurations estimated in {seconds(answer.seconds)}; none was run."]
     )
 
 

@@ -250,7 +250,7 @@ def test_a_silent_cell_says_that_it_runs_and_stopping_it_takes_one_line(lab):
     lab.notebook.locator("[data-command='notebook:interrupt-kernel']").click()
     lab.idle()
     shown = "\n".join(cell.locator(".jp-OutputArea-output").all_text_contents())
-    assert re.fullmatch(r"\s*took \d+ s\s*KeyboardInterrupt: [^\n]*line 2[^\n]*\s*", shown), shown
+    assert re.fullmatch(r"\s*KeyboardInterrupt: [^\n]*line 2[^\n]*\s*", shown), shown
 
 
 def test_a_kernel_ends_when_its_notebook_is_closed_and_stays_while_it_is_open(lab, address):

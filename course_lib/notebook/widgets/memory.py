@@ -49,7 +49,7 @@ def calculator() -> ipywidgets.VBox:
     def draw(**chosen: Any) -> str:
         need, verdict = answer(**chosen)
         gpu = card(chosen["card_name"])
-        picture = against_cards({chosen["model"]: need}, cards={gpu.name: gpu.memory}, title="Will it fit?")
+        picture = against_cards({chosen["model"]: need}, cards={gpu.name.upper(): gpu.memory}, title="Will it fit?")
         return f"<p><b>{html.escape(verdict)}</b></p>{picture.html}"
 
     controls = {

@@ -44,7 +44,8 @@ def panel(controls: Mapping[str, Any], draw: Callable[..., str]) -> ipywidgets.V
     redraw()
     listed = list(controls.values())
     half = -(-len(listed) // 2)
-    return with_fallback([w.HBox([w.VBox(listed[:half]), w.VBox(listed[half:])]), shown], shown.value)
+    columns = w.HBox([w.VBox(listed[:half]), w.VBox(listed[half:])], layout=w.Layout(flex_flow="row wrap"))
+    return with_fallback([columns, shown], shown.value)
 
 
 def with_fallback(children: Sequence[Any], page: str) -> ipywidgets.VBox:
