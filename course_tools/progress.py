@@ -15,9 +15,8 @@ def main(argv: Sequence[str]) -> int:
     ArgumentParser(prog="beyond progress", description="Which exercises you have passed.").parse_args(argv)
     done = progress.load()
     for standing in standings(done):
-        guesses = f"; guesses: {standing.guesses}" if standing.guesses else ""
-        print(f"{standing.lesson.name}: {standing.passed} of {standing.exercises} exercises passed{guesses}")
+        row, guesses = standing.lesson, f"; guesses: {standing.guesses}" if standing.guesses else ""
+        print(f"{row.name}: {standing.passed} of {len(row.exercises)} exercises passed{guesses}")
     print(how_guesses_went(done))
-    step = next_step(done)
-    print(f"{step.words} {step.path}".rstrip())
+    print(next_step(done))
     return 0

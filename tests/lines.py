@@ -26,7 +26,7 @@ ROOMS = {
     "course_lib/training": (5771, 1200),
     "course_lib/checkpoints": (1211, 400),
     "course_lib/notebook": (
-        1472,
+        1476,
         600,
     ),  # every cell says that it runs, and the map is a page of cards
     "course_lib/figures": (2025, 950),  # a figure becomes a compact SVG
@@ -37,10 +37,10 @@ ROOMS = {
     "course_tools/conversion": (1023, 700),
     "course_tools/monitoring": (744, 450),
     "course_tools/doctor": (719, 450),
-    "course_tools": (152, 150),  # where to go on, and the notebook there
+    "course_tools": (151, 150),  # where to go on, and the notebook there
     "course_checks/harness": (1150, 700),  # clauses and hints; what they replace goes with the labs that use it
     "course_checks": (10596, 3850),  # a long message is wrapped
-    "classroom": (1659, 1200),  # Colab's links stand in the README's table, too
+    "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (3424, 1300),
     "tests": (
         14953,

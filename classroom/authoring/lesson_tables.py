@@ -39,11 +39,10 @@ def instructors_table(root: Path = ROOT) -> str:
     ]
     for row in contents.map_rows(root):
         note = notes.read(row.number, root)
-        exercises = contents.exercises(contents.find(row.number, "labs", root))
-        core = sum(one.minutes for one in exercises if note and one.title in note.lab_core)
+        core = sum(exercise.minutes for exercise in row.exercises if note and exercise.title in note.lab_core)
         rows.append(
             f"| {row.number} | [the note]({row.name}.md) | [{row.title}](../../lessons/{row.name}.ipynb) | {row.minutes} "
-            f"| {core} | {sum(one.minutes for one in exercises) - core} |"
+            f"| {core} | {row.lab_minutes - core} |"
         )
     return "\n".join(rows) + "\n"
 

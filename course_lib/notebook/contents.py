@@ -42,19 +42,6 @@ class Section:
 
 
 @dataclass(frozen=True)
-class MapRow:
-    """A lesson as the course map shows it: `name` is that of its notebooks, minutes are those that they state."""
-
-    number: int
-    name: str
-    title: str
-    question: str
-    minutes: int
-    lab_minutes: int
-    needs: str
-
-
-@dataclass(frozen=True)
 class LabExercise:
     """One exercise of a lab: `name` is that of its check, `minutes` what its heading states."""
 
@@ -63,6 +50,24 @@ class LabExercise:
     minutes: int
     difficulty: int
     importance: int
+
+
+@dataclass(frozen=True)
+class MapRow:
+    """A lesson as the course map shows it: `name` is that of its notebooks, `minutes` are those that it states itself."""
+
+    number: int
+    name: str
+    title: str
+    question: str
+    needs: str
+    minutes: int
+    exercises: list[LabExercise]  # of its lab, in order
+
+    @property
+    def lab_minutes(self) -> int:
+        """Of the whole lab, as its exercises state them."""
+        return sum(exercise.minutes for exercise in self.exercises)
 
 
 def find(number: int, folder: str, root: Path = ROOT) -> Path:
@@ -135,7 +140,7 @@ def map_rows(root: Path = ROOT) -> list[MapRow]:
         MapRow(
             number,
             minutes=_stated_minutes(root / "lessons" / f"{lesson['name']}.ipynb"),
-            lab_minutes=sum(exercise.minutes for exercise in in_labs[lesson["name"]]),
+            exercises=in_labs[lesson["name"]],
             **lesson,
         )
         for number, lesson in enumerate(listed, 1)

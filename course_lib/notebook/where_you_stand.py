@@ -25,11 +25,10 @@ _GRID = f"display: grid; {_COLUMNS}; gap: 14px; padding: 0; list-style: none"
 
 @dataclass(frozen=True)
 class Standing:
-    """One lesson: exercises of its lab that passed, of how many, and how its guesses went ("" for none)."""
+    """One lesson: how many exercises of its lab passed, and how its guesses went ("" for none)."""
 
     lesson: MapRow
     passed: int
-    exercises: int
     guesses: str
 
 
@@ -40,16 +39,17 @@ class NextStep:
     path: str
     words: str
 
+    def __str__(self) -> str:
+        return f"{self.words} {self.path}".rstrip()
+
 
 def standings(done: progress.Progress | None = None) -> list[Standing]:
     """One for each lesson; `done` None reads this learner's own progress."""
     done = progress.load() if done is None else done
-    labs = contents.labs()
     return [
         Standing(
             row,
-            sum(_passed(done, row.name, exercise) for exercise in labs[row.name]),
-            len(labs[row.name]),
+            sum(_passed(done, row.name, exercise) for exercise in row.exercises),
             within(_guesses(done, row.name)),
         )
         for row in contents.map_rows()
@@ -59,9 +59,8 @@ def standings(done: progress.Progress | None = None) -> list[Standing]:
 def next_step(done: progress.Progress | None = None) -> NextStep:
     """The first exercise that is not passed, in the order of the lessons; its lesson, where nothing was done there."""
     done = progress.load() if done is None else done
-    labs = contents.labs()
     for row in contents.map_rows():
-        for exercise in labs[row.name]:
+        for exercise in row.exercises:
             if not _passed(done, row.name, exercise):
                 if done.labs.get(row.name) or _guesses(done, row.name):
                     words = f"Go on in lab {row.number}: {exercise.title}, about {exercise.minutes} minutes"
@@ -80,7 +79,7 @@ def where_you_stand(done: progress.Progress | None = None) -> Page:
         go_on = f"<a href='../{step.path}' style='{_BUTTON}'>{go_on} &rarr;</a>"
     page = f"<p>{go_on}</p><p>{html.escape(went)}</p>{cards((s.lesson, _in_words(s)) for s in shown)}"
     lines = [f"{standing.lesson.name}: {_in_words(standing)}" for standing in shown]
-    return Page(page, "\n".join([f"{step.words} {step.path}".rstrip(), went, *lines]))
+    return Page(page, "\n".join([str(step), went, *lines]))
 
 
 def cards(lessons: Iterable[tuple[MapRow, str]]) -> str:
@@ -131,7 +130,7 @@ def _typical(records: list[GuessRecord]) -> str:
 
 
 def _in_words(standing: Standing) -> str:
-    passed = f"{standing.passed} of {standing.exercises} exercises passed"
+    passed = f"{standing.passed} of {len(standing.lesson.exercises)} exercises passed"
     return f"{passed}. Guesses: {standing.guesses}" if standing.guesses else passed
 
 
