@@ -27,7 +27,6 @@ MIB, LIMIT, LOSS, PEAK = 2**20, 0.01, 1e-5, 0.05
 BUCKET = 1_000_000  # elements; DeepSpeed's own 500 million are 2 GB on every rank
 BUFFERS = 128  # bytes of the tiny model's rotary frequencies, whole on every rank
 STEPS = 20
-FOLDERS = {"ddp": "data_parallel"}  # where a program lies; the others in "sharded"
 
 # name -> (program, its settings, what `resident_bytes` is told, ranks that it needs or 0)
 ZERO = {f"ZeRO-{stage}": ("zero", {"stage": stage}, {"strategy": f"zero{stage}"}, 0) for stage in range(4)}
@@ -64,7 +63,7 @@ def run_all(cases: dict[str, tuple], **sizes: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
     found = {}
     for name, (program, settings, *_) in cases.items():
-        module = importlib.import_module(f"course_lib.training.{FOLDERS.get(program, 'sharded')}.{program}")
+        module = importlib.import_module(f"course_lib.training.{'' if program == 'ddp' else 'sharded.'}{program}")
         more = {"bucket_elements": BUCKET} if program == "zero" else {}
         found[name] = module.train(**sizes, **settings, **more)
         gc.collect()  # an engine is full of cycles
@@ -151,7 +150,7 @@ def by_launch(program: str, settings: dict[str, Any]) -> tuple[float, float]:
 
     from course_lib.launch import launch
 
-    module = importlib.import_module(f"course_lib.training.{FOLDERS.get(program, 'sharded')}.{program}")
+    module = importlib.import_module(f"course_lib.training.{'' if program == 'ddp' else 'sharded.'}{program}")
     run = launch(module.train, ranks=2, quiet=True, timeout=300, threads=1, steps=STEPS, **settings)
     step = run.results[0].median_step
     return step, run.seconds - STEPS * step

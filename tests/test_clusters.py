@@ -46,7 +46,7 @@ def job(target: str, **settings: Any) -> Job:
     """Two machines of eight, with what this target insists on."""
     usual: dict[str, Any] = {"name": "run", "num_nodes": 2, "gpus_per_node": 8, "options": NEEDS.get(target, {})}
     if settings.get("config") is None:
-        usual["command"] = "-m course_lib.training.data_parallel.ddp --steps 3"
+        usual["command"] = "-m course_lib.training.ddp --steps 3"
     if target in NEEDS:
         usual["image"] = "registry.example/training:1"
     return Job(**(usual | settings))

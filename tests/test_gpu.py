@@ -117,7 +117,7 @@ def test_the_probe_and_a_trace_see_what_the_gpu_does():
 @pytest.mark.parametrize(
     ("program", "settings"),
     [
-        ("data_parallel.ddp", {}),
+        ("ddp", {}),
         ("sharded.fsdp", {}),
         ("tensor.tensor_parallel", {}),
         ("tensor.tensor_parallel", {"implementation": "dtensor"}),

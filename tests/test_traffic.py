@@ -18,7 +18,7 @@ from course_lib.memory import Shape, shape_of
 from course_lib.models import tiny_llama
 from course_lib.parallel import traffic
 from course_lib.parallel.grid import ORDERS, Grid
-from course_lib.training.data_parallel import ddp
+from course_lib.training import ddp
 from course_lib.training.pipeline import pipeline_parallel as pipeline
 from course_lib.training.sequence.ring_attention import ring_attention
 from course_lib.training.sharded import fsdp
@@ -126,7 +126,8 @@ def test_context_parallelism_sends_keys_and_values_around():
 def programs():
     torch.set_num_threads(1)
     sizes = dict(steps=2, global_batch=4, seq_len=16)
-    ddp.train(gradient_accumulation_steps=2, **sizes)  # it ends with a barrier of its own
+    ddp.train(**sizes)
+    dist.barrier()
     fsdp.train(gradient_accumulation_steps=2, sync_every_micro_batch=True, **sizes)
     dist.barrier()
     query, keys = torch.randn(1, 4, 8, 6, requires_grad=True), torch.randn(2, 1, 2, 8, 6, requires_grad=True)

@@ -14,8 +14,7 @@ from refusals import assert_refused
 
 from course_lib.launch import launch
 from course_lib.models import tiny_llama
-from course_lib.training import command_line, single, three_d
-from course_lib.training.data_parallel import accelerate_ddp, ddp
+from course_lib.training import accelerate_ddp, command_line, ddp, single, three_d
 from course_lib.training.finetune import qlora
 from course_lib.training.pipeline import pipeline_parallel
 from course_lib.training.sequence import context_parallel, expert_parallel

@@ -8,7 +8,7 @@ from course_lib.figures.memory import (
     stacked_against_cards,
     step_memory,
 )
-from course_lib.figures.training import bars, losses, throughput, timeline
+from course_lib.figures.training import bars, losses, timeline
 from course_lib.units import nice_bytes
 
 __all__ = [
@@ -21,6 +21,5 @@ __all__ = [
     "segments",
     "stacked_against_cards",
     "step_memory",
-    "throughput",
     "timeline",
 ]

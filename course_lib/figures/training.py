@@ -1,4 +1,4 @@
-"""Losses, throughput, and the timeline of a training step."""
+"""Losses, and the timeline of a training step."""
 
 from __future__ import annotations
 
@@ -35,18 +35,20 @@ def losses(series: Mapping[str, Sequence[float]], *, title: str = "Loss of the g
     return picture(figure, f"{title}, by optimizer step: {ends}.")
 
 
-def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str) -> Picture:
+def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str, names: Sequence[str] = ()) -> Picture:
     """What each rank computes (upper bar) and what it has on the wire (lower bar), over the milliseconds of one step.
 
     Args:
         spans_by_rank: for each rank, spans with ``kind``, ``start`` and ``end`` in seconds on one clock.
+        names: of the pairs of bars, "rank 0" and so on by default.
     """
+    names = names or [f"rank {rank}" for rank in range(len(spans_by_rank))]
     ranks = len(spans_by_rank)
     if not any(span.kind in KINDS for spans in spans_by_rank for span in spans):
         raise ValueError(f"There is nothing to draw: give for each rank spans of {', '.join(KINDS)} (see trace_step).")
     zero = min(span.start for spans in spans_by_rank for span in spans)
     figure, (axis,) = new_figure(height=1.1 + 0.85 * ranks, grid="")
-    ticks, names, shown = [], [], set()
+    ticks, labels, shown = [], [], set()
     for rank, spans in enumerate(spans_by_rank):
         base = (ranks - 1 - rank) * 2.4
         for span in spans:
@@ -58,37 +60,16 @@ def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str) -> Picture:
             bar = [((span.start - zero) * 1e3, (span.end - span.start) * 1e3)]
             axis.broken_barh(bar, (low, 0.85), facecolors=colour, edgecolor="white", hatch=hatch, linewidth=0.4)
         ticks += [base + 1.4, base + 0.4]
-        names += [f"rank {rank} computes", f"rank {rank} all-reduces"]
-    axis.set_yticks(ticks, names)
+        labels += [f"{names[rank]} computes", f"{names[rank]} all-reduces"]
+    axis.set_yticks(ticks, labels)
     axis.set(xlabel="time (ms)", title=title)
     legend_below(figure, {kind: patch(*look) for kind, look in KINDS.items() if kind in shown})
-    end = max(span.end for spans in spans_by_rank for span in spans)
-    count = sum(span.kind == "collective" for span in spans_by_rank[0])
-    return picture(
-        figure,
-        f"{title}: timeline of {ranks} rank{'s' * (ranks > 1)} over {(end - zero) * 1e3:.0f} ms; rank 0 runs {count} collectives, drawn "
-        "under the computation during which they travel.",
+    ends = [max((span.end - zero for span in spans), default=0.0) for spans in spans_by_rank]
+    counts = [sum(span.kind == "collective" for span in spans) for spans in spans_by_rank]
+    lanes = "; ".join(
+        f"{name}, {count} collectives, {end * 1e3:.0f} ms" for name, count, end in zip(names, counts, ends, strict=True)
     )
-
-
-def throughput(ranks: Sequence[int], measured: Sequence[float], *, title: str) -> Picture:
-    """Tokens per second against ranks, beside the straight line that one rank promises.
-
-    Args:
-        ranks: number of ranks.
-        measured: tokens per second of all ranks together.
-    """
-    if not len(ranks) or min(ranks) < 1:
-        raise ValueError(f"ranks={list(ranks)}: give the numbers of ranks that were measured, each 1 or more.")
-    figure, (axis,) = new_figure()
-    ideal = [measured[0] / ranks[0] * n for n in ranks]
-    axis.plot(ranks, ideal, color="#777777", linestyle=":", label="ranks x one rank")
-    axis.plot(ranks, measured, label="measured", **line_style(0))
-    axis.set(xlabel="ranks", ylabel="tokens per second", title=title, ylim=(0, None))
-    axis.set_xticks(list(ranks))
-    axis.legend(frameon=False)
-    pairs = ", ".join(f"{n} rank{'s' * (n > 1)} {v:,.0f}" for n, v in zip(ranks, measured, strict=True))
-    return picture(figure, f"{title}: tokens per second by ranks, measured {pairs}; the straight line is dotted.")
+    return picture(figure, f"{title}, as a timeline of computing with the collectives below it: {lanes}.")
 
 
 def bars(values: Mapping[str, float], *, ylabel: str, title: str) -> Picture:

@@ -20,8 +20,8 @@ from course_lib.models.data import sample_batch
 from course_lib.observe import observe
 from course_lib.parallel.grid import Grid
 from course_lib.training.command_line import run
-from course_lib.training.data_parallel.gradients import all_reduce_gradients, local
 from course_lib.training.finetune.building import build_optimizer
+from course_lib.training.gradients import all_reduce_gradients, local
 from course_lib.training.micro_batches import micro_batch_size
 from course_lib.training.outcome import Outcome, outcome
 from course_lib.training.pipeline.stage import LlamaStage, split_layers, token_loss
@@ -64,7 +64,7 @@ def train(
         num_microbatches: into which a stage's share of the batch is cut.
         layers, hidden, heads, kv_heads: of the tiny model.
         optimizer: "adamw" or "sgd"; the second also shows gradients that are too large by a factor, Adam hides them.
-        steps, global_batch, seq_len, lr, seed: as in ``course_lib.training.data_parallel.ddp``.
+        steps, global_batch, seq_len, lr, seed: as in ``course_lib.training.ddp``.
 
     Returns:
         In ``extra``: coordinates (of this rank), axes (axis -> the ranks of this rank's group along it), stage_layers

@@ -14,8 +14,7 @@ WIRE = 0.02  # relative; gloo adds a few hundred bytes of headers to each messag
 def prove(steps: int = 6) -> bool:
     """Train on one rank and on two, print losses, parity and bytes on the wire. True when everything agrees."""
     from course_lib.launch import launch
-    from course_lib.training import single
-    from course_lib.training.data_parallel import ddp
+    from course_lib.training import ddp, single
 
     began = time.perf_counter()
     print("Beyond One GPU: the same training on one rank and on two", flush=True)

@@ -75,7 +75,7 @@ def train(
 
     Args:
         steps: updates of the whole run; the learning rate's schedule is made for them.
-        global_batch, seq_len, seed: as in ``course_lib.training.data_parallel.ddp``.
+        global_batch, seq_len, seed: as in ``course_lib.training.ddp``.
         lr, warmup: AdamW's highest learning rate, reached after ``warmup`` updates; a cosine brings it to a tenth.
         dropout: share of attention weights and of the MLPs' outputs that is zeroed.
         max_grad_norm: greatest norm of the gradients; 0 does not clip.

@@ -17,8 +17,8 @@ from course_lib.models.data import IGNORED, sample_batch
 from course_lib.observe import observe
 from course_lib.parallel.grid import Grid
 from course_lib.training.command_line import run
-from course_lib.training.data_parallel.gradients import all_reduce_gradients
 from course_lib.training.finetune.building import build_optimizer
+from course_lib.training.gradients import all_reduce_gradients
 from course_lib.training.micro_batches import micro_batch_size
 from course_lib.training.outcome import Outcome, outcome
 from course_lib.training.sequence.ring_attention import positions, ring_attention, runs, scores_computed
@@ -44,7 +44,7 @@ def train(
         layout: "zigzag" or "contiguous": which runs of a sequence a rank holds, as in ``ring_attention.runs``.
         layers, hidden: of the tiny model.
         optimizer: "adamw" or "sgd"; the second also shows gradients that are too large by a factor, Adam hides them.
-        steps, global_batch, seq_len, lr, seed: as in ``course_lib.training.data_parallel.ddp``.
+        steps, global_batch, seq_len, lr, seed: as in ``course_lib.training.ddp``.
 
     Returns:
         In ``extra``: coordinates ("dp", "cp"), positions (runs of this rank as [first, last + 1]), scores (query-key

@@ -13,8 +13,8 @@ from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
 from course_lib.observe import observe
 from course_lib.training.command_line import run
-from course_lib.training.data_parallel.gradients import all_reduce_gradients
 from course_lib.training.finetune.building import build_optimizer
+from course_lib.training.gradients import all_reduce_gradients
 from course_lib.training.micro_batches import micro_batch_size
 from course_lib.training.outcome import Outcome, outcome
 from course_lib.training.sequence.expert_parallel_layer import MixtureOfExperts, check_choice, check_spread
@@ -42,7 +42,7 @@ def train(
         layers, hidden: of the tiny model.
         intermediate: width inside an expert.
         optimizer: "adamw" or "sgd"; the second also shows gradients that are too large by a factor, Adam hides them.
-        steps, global_batch, seq_len, lr, seed: as in ``course_lib.training.data_parallel.ddp``.
+        steps, global_batch, seq_len, lr, seed: as in ``course_lib.training.ddp``.
 
     Returns:
         In ``extra``: experts (the numbers of those on this rank), tokens_per_expert (of the last step's whole batch: a

@@ -1,6 +1,6 @@
 """FSDP2 with Hugging Face Accelerate's plugin.
 
-The loop is that of ``course_lib.training.data_parallel.accelerate_ddp``; only the Accelerator's plugin differs."""
+The loop is that of ``course_lib.training.accelerate_ddp``; only the Accelerator's plugin differs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def train(
     ``CONFIGURATION`` in a file: then the launcher's settings count, and precision, reshard_after_forward and offload here do not.
 
     Args:
-        steps, global_batch, seq_len, lr, gradient_accumulation_steps, seed: as in ``course_lib.training.data_parallel.ddp``.
+        steps, global_batch, seq_len, lr, gradient_accumulation_steps, seed: as in ``course_lib.training.ddp``.
         max_grad_norm: greatest norm of the whole model's gradients; 0 does not clip.
         precision: "fp32" or "bf16-mixed"; Accelerate's also sums the gradients in bf16.
         reshard_after_forward: after the forward pass; Accelerate's plugin takes no number.

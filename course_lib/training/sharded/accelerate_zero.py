@@ -48,7 +48,7 @@ def train(
 
     Args:
         stage, precision, offload, bucket_elements: as in `course_lib.training.sharded.zero_config`.
-        steps, global_batch, seq_len, lr, gradient_accumulation_steps, seed: as in `course_lib.training.data_parallel.ddp`.
+        steps, global_batch, seq_len, lr, gradient_accumulation_steps, seed: as in `course_lib.training.ddp`.
         max_grad_norm: longest gradient; 0 clips nothing. The launcher's --gradient_clipping wins.
         hidden, layers: of the model.
         expect_ranks: refuse to train on another number of ranks; 0 takes any from 2 on.

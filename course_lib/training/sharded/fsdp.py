@@ -62,7 +62,7 @@ def train(
     Args:
         method: "full", "lora" or "qlora", as in ``course_lib.training.finetune.building``; frozen weights are sharded too.
         model: as in ``course_lib.models.load``.
-        steps, global_batch, seq_len, lr, seed: as in ``course_lib.training.data_parallel.ddp``.
+        steps, global_batch, seq_len, lr, seed: as in ``course_lib.training.ddp``.
         gradient_accumulation_steps: micro-batches a rank; gradients are scattered with the last one, and are whole on every rank before.
         sync_every_micro_batch: scatter them with every one: more traffic, and no rank holds whole gradients.
         max_grad_norm: greatest norm of the whole model's gradients; 0 does not clip.

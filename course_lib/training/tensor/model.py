@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from course_lib.models.data import IGNORED
-from course_lib.training.data_parallel.gradients import all_reduce_gradients
+from course_lib.training.gradients import all_reduce_gradients
 from course_lib.training.tensor.communication import (
     copy_to_ranks,
     gather_sequence,

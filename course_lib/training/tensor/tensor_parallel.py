@@ -18,8 +18,8 @@ from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
 from course_lib.observe import observe, record_collectives
 from course_lib.training.command_line import run
-from course_lib.training.data_parallel.gradients import local
 from course_lib.training.finetune.building import build_optimizer
+from course_lib.training.gradients import local
 from course_lib.training.micro_batches import micro_batch_size
 from course_lib.training.outcome import Outcome, outcome
 from course_lib.training.tensor.divisibility import check_split
@@ -46,7 +46,7 @@ def train(
 
     Args:
         implementation: "hand" for `TensorParallelLlama`, plain PyTorch; "dtensor" for `shard_tensors`.
-        steps, lr, seed: as in ``course_lib.training.data_parallel.ddp``.
+        steps, lr, seed: as in ``course_lib.training.ddp``.
         global_batch, seq_len: of the batch, which goes to every rank as a whole.
         sequence_parallel: cut what lies between the matrices too, along the sequence.
         layers, hidden: of the tiny model.

@@ -67,7 +67,7 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
             f"The course's own programs train {plan.method} on one device and under FSDP2, not under {plan.strategy}"
         )
     if plan.strategy == "ddp":
-        return f"{ROOM}.data_parallel.ddp", given
+        return f"{ROOM}.accelerate_ddp", given
     return f"{ROOM}.sharded.zero", given | {
         "stage": zero_stage(plan),
         "precision": PRECISIONS[plan.precision],

@@ -1,0 +1,101 @@
+"""Time a data-parallel training step of emulated GPUs over an emulated link: both sleep, and nothing competes for cores.
+
+Gradients, all-reduces and their overlap with backward are real. The model is small, so its own work hardly counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from course_lib.launch.emulation.delay import slow_link
+from course_lib.observe.trace import Span
+
+if TYPE_CHECKING:
+    import torch
+
+    from course_lib.collectives.links import Link
+
+    Wrap = Callable[[torch.nn.Module], tuple[torch.nn.Module, Callable[[], None]]]
+
+LAYERS, WIDTH = 16, 256
+IDLE = 0.02  # seconds without a layer after which an emulated GPU's clock starts anew
+
+
+@dataclass(frozen=True)
+class EmulatedStep:
+    """The shortest of several steps, on rank 0.
+
+    Attributes:
+        seconds: from the start of forward until gradients are averaged.
+        spans: "forward", "backward", and a "collective" for each message on the link; they start at 0.
+    """
+
+    seconds: float
+    spans: list[Span]
+
+
+class Clock:
+    """When an emulated GPU will have done its work. As on a GPU, work that starts late does not delay what follows."""
+
+    busy_until = 0.0
+
+    def work(self, seconds: float) -> None:
+        """Sleep until the GPU has done this, too."""
+        now = time.perf_counter()
+        self.busy_until = (now if now > self.busy_until + IDLE else self.busy_until) + seconds
+        time.sleep(max(0.0, self.busy_until - now))
+
+
+def emulated_model(compute: float) -> torch.nn.Module:
+    """16 linear layers (4.2 MB of gradients) that sleep `compute` seconds per step: a third forward, the rest backward."""
+    import torch
+
+    model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    model.clock = Clock()
+    for layer in model:
+        layer.register_forward_pre_hook(lambda *_: model.clock.work(compute / 3 / LAYERS))
+        layer.register_full_backward_pre_hook(lambda *_: model.clock.work(compute * 2 / 3 / LAYERS))
+    return model
+
+
+def emulated_step(wrap: Wrap, *, ranks: int, compute: float, link: Link, steps: int = 6) -> EmulatedStep:
+    """Train `emulated_model` on several ranks and return the shortest step.
+
+    Args:
+        wrap: takes the model; returns the model to train, and what to call after ``backward()``.
+        compute: seconds that one rank computes in a step.
+        link: carries one all-reduce at a time, each for as long as a ring of `ranks` takes.
+    """
+    from course_lib.launch import launch
+
+    run = launch(_steps, wrap, compute, link, steps, ranks=ranks, backend="gloo", threads=1, quiet=True)
+    return min(run.results[0], key=lambda step: step.seconds)
+
+
+def _steps(wrap: Wrap, compute: float, link: Link, steps: int) -> list[EmulatedStep]:
+    import torch
+    import torch.distributed as dist
+
+    result = []
+    with slow_link(link) as wire:
+        emulated = emulated_model(compute)
+        model, after_backward = wrap(emulated)
+        for _ in range(steps):
+            dist.barrier()
+            time.sleep(2 * IDLE)
+            wire.messages.clear()
+            began = time.perf_counter()
+            loss = model(torch.ones(4, WIDTH)).sum()
+            turn = emulated.clock.busy_until
+            loss.backward()
+            after_backward()
+            seconds = time.perf_counter() - began
+            model.zero_grad()
+            stretches = [("forward", began, turn), ("backward", turn, emulated.clock.busy_until)]
+            stretches += [("collective", *message) for message in wire.messages]
+            spans = [Span(kind, kind, start - began, end - began, thread=0) for kind, start, end in stretches]
+            result.append(EmulatedStep(seconds, spans))
+    return result

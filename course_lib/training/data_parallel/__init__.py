@@ -1,1 +1,0 @@
-"""Data parallelism: DDP, Accelerate, and scaling over slow links."""
