@@ -99,8 +99,7 @@ CURVE_BY_SIZE = Curve("all_reduce", 4, 5, POINTS, {"backend": "gloo"})
 # At least one picture of every function that draws.
 DRAWINGS = [
     partial(figures.losses, {f"run {i}": [5.0 - i / 10, 4.0] for i in range(9)}),
-    partial(figures.timeline, [ddp_step(), ddp_step(0.001)], title="One DDP step"),
-    partial(figures.throughput, [1, 2, 4], [1000, 1800, 2500.0], title="Here"),
+    partial(figures.timeline, [ddp_step(), ddp_step(0.001)], title="One DDP step", names=["one", "the other"]),
     partial(figures.bars, dict(zip("abcdef", range(1, 7), strict=True)), ylabel="bytes", title="Six"),
     partial(figures.bandwidth_curve, CURVE_BY_SIZE, CURVE_BY_SIZE.fit(), held_out=[2**14]),
     partial(figures.step_memory, step_timeline("smollm2-135m"), title="A step"),
@@ -327,7 +326,6 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
     assert_refused(
         [
             (lambda: figures.timeline([[], []], title="x"), ValueError, "spans"),
-            (lambda: figures.throughput([0, 1], [1, 1], title="x"), ValueError, "ranks=[0, 1]"),
             (lambda: figures.segments({}, title="t", note="n"), ValueError, ""),
             (lambda: style.picture(style.new_figure()[0], "  "), ValueError, "alternative text"),
             (lambda: single_gpu.gradient_window({"zeros": [0.0]}), ValueError, "'zeros'"),

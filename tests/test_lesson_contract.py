@@ -45,7 +45,6 @@ EXTRA = {("07_axolotl", "seconds"): 90}
 EXCEPTIONS: dict[str, str] = {
     "02_single_gpu": "words cells lines longest_cell figures seconds longest_wait opening closing typed taught",
     "03_collectives": "longest_cell figures opening closing devices",
-    "04_ddp_accelerate": "words cells lines longest_cell figures opening closing typed devices taught transfer",
     "05_deepspeed_zero": "words cells lines longest_cell figures longest_wait opening closing typed devices taught",
     "06_fsdp": "words cells lines longest_cell figures seconds longest_wait opening closing typed devices taught",
     "07_axolotl": "words cells lines opening closing typed devices",
@@ -77,7 +76,7 @@ EVERY_LOOP = {"_.backward()", "_.step()", "_.zero_grad()", "_.item()"}  # statem
 SHELLS = ("shell", "Background", "system", "getoutput", "run", "Popen", "check_output")
 
 # Lesson -> modules of course_lib/training whose `train` stands in one of its cells: what readers type is what runs.
-TAUGHT = {2: ["qlora"], 4: ["single", "ddp", "accelerate_ddp"], 5: ["zero"], 6: ["fsdp"], 8: ["tensor_parallel", "pipeline", "three_d"]}  # fmt: skip
+TAUGHT = {2: ["qlora"], 4: ["ddp", "accelerate_ddp"], 5: ["zero"], 6: ["fsdp"], 8: ["tensor_parallel", "pipeline", "three_d"]}  # fmt: skip
 
 
 class Cell:

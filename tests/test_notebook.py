@@ -16,6 +16,7 @@ from refusals import assert_refused
 from course_lib import notebook
 from course_lib.memory import CARDS, estimate, shape_of
 from course_lib.notebook import show, start_jupyterlab, table
+from course_lib.notebook.widgets.buckets import bucket_explorer
 from course_lib.notebook.widgets.grid_explorer import axis_traffic, grid_explorer
 from course_lib.notebook.widgets.memory import answer, calculator, timeline_explorer
 from course_lib.notebook.widgets.ring_stepper import ring_stepper
@@ -114,6 +115,21 @@ def test_the_explorer_answers_also_where_a_choice_does_not_fit():
         controls(widget)[name].value = value
         assert expected in shown.value, name
     assert_refused([(lambda: ring_stepper(9), ValueError, "ranks=9")])
+
+
+def test_a_larger_bucket_pays_fewer_latencies_and_one_gpu_sends_nothing():
+    """Seconds of a step, from the figure's title, which the lesson's answers quote."""
+    widget = bucket_explorer()
+
+    def seconds(**chosen):
+        for name, value in chosen.items():
+            controls(widget)[name.replace("_", " ")].value = value
+        return float(re.search(r"([\d.]+) s a step", widget.children[1].value)[1])
+
+    controls(widget)["tokens per GPU"].value = 8192
+    many = [seconds(GPUs=64, **{"bucket, MiB": mib}) for mib in (25, 400, 16_000)]
+    assert many == pytest.approx([1.70, 1.03, 1.62])
+    assert seconds(GPUs=1) == pytest.approx(6 * 8.03e9 * 8192 / 400e12, abs=0.01)
 
 
 def test_jupyterlab_ends_kernels_of_closed_notebooks_after_half_an_hour_and_says_so(monkeypatch, capsys):

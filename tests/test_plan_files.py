@@ -21,7 +21,7 @@ from course_tools.planning.small_run import run, shrunk
 PROGRAMS = {
     "single": a_plan("single", dp=1, on="1xcpu"),
     "qlora": a_plan("single", dp=1, on="1xcpu", method="qlora", seq_len=256, activation_checkpointing="selective"),
-    "ddp": a_plan("ddp"),
+    "accelerate_ddp": a_plan("ddp"),
     "zero": a_plan("zero3", activation_checkpointing="full", offload="all"),
     "fsdp": a_plan("fsdp", method="lora", activation_checkpointing="selective"),
     "tensor_parallel": a_plan("single", dp=1, tp=2, num_microbatches=1, sequence_parallel=True),
@@ -58,7 +58,7 @@ def test_the_line_of_torchrun_is_one_that_the_program_takes() -> None:
 
 def test_the_grid_and_the_batch_arrive() -> None:
     rows = {
-        "ddp": {"global_batch": 8, "seq_len": 32, "gradient_accumulation_steps": 2},
+        "accelerate_ddp": {"global_batch": 8, "seq_len": 32, "gradient_accumulation_steps": 2},
         "zero": {"stage": 3, "offload": "all", "activation_checkpointing": "full"},
         "pipeline_parallel": {"schedule": "interleaved", "num_microbatches": 4, "virtual_stages": 3, "layers": 6},
         "three_d": {"dp": 4, "pp": 8, "tp": 2, "shard_data": True, "global_batch": 64, "layers": 8},

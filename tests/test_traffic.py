@@ -1,4 +1,4 @@
-"""The rank grid against numpy's arange; what a step sends, by the papers' formulas and as real ranks counted it."""
+"""The rank grid against numpy's arange; what a step sends, by the papers' formulas and as real ranks counted it; when."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import torch.distributed as dist
 from refusals import assert_refused
 
 from course_lib.choices import AXES
+from course_lib.collectives.links import Link
 from course_lib.launch import launch
 from course_lib.memory import Shape, shape_of
 from course_lib.models import tiny_llama
 from course_lib.parallel import traffic
+from course_lib.parallel.buckets import bucketed_step
 from course_lib.parallel.grid import ORDERS, Grid
 from course_lib.training import ddp
 from course_lib.training.pipeline import pipeline_parallel as pipeline
@@ -170,7 +172,31 @@ def test_real_data_parallel_ranks_send_these_bytes(stretches):
         assert counted == expected, strategy
 
 
+def buckets(bucket_bytes: float, link: Link | str, ranks: int = 2) -> tuple[float, list[tuple[float, float]]]:
+    """Seconds of a step of 1 s forward, 2 s backward and 4 MB of gradients, and when its messages travel."""
+    seconds, spans = bucketed_step(bucket_bytes, gradient_bytes=4e6, compute=3.0, link=link, ranks=ranks)
+    assert [(span.kind, span.start, span.end) for span in spans[:2]] == [("forward", 0, 1), ("backward", 1, 3)]
+    assert {span.kind for span in spans[2:]} <= {"collective"}
+    return seconds, [(span.start, span.end) for span in spans[2:]]
+
+
+def test_buckets_leave_when_they_are_full_and_the_link_is_free():
+    slow, fast = Link("slow", 0, 1e6), Link("fast", 0, 4e6)  # among two ranks, 4 s and 1 s for all gradients
+    assert buckets(1e6, slow, ranks=1) == (3, [])
+    for bucket in (4e6, 4e9):  # one bucket: nothing travels before backward ends
+        assert buckets(bucket, slow) == (3 + 4, [(3, 7)])
+        seconds, [message] = buckets(bucket, Link("late", 0.1, 1e6), ranks=4)
+        assert seconds == message[1] == pytest.approx(3 + 6 * (0.1 + 4 / 4))
+    assert buckets(2e6, slow) == (6, [(2, 4), (4, 6)])  # the second one is full at 3, and waits for the link
+    assert buckets(2e6, fast) == (3.5, [(2, 2.5), (3, 3.5)])  # the link waits for the second one
+    assert buckets(3e6, slow) == (6.5, [(2.5, 5.5), (5.5, 6.5)])  # the last one is smaller
+    assert len(buckets(1e6, "nvlink4")[1]) == 4 and len(buckets(4e6 / 7, "nvlink4")[1]) == 7
+    for bucket in (1e6, 4e6):
+        assert buckets(bucket, Link("free", 0, 1e30))[0] == pytest.approx(3)
+
+
 def test_misfits_are_refused():
+    step = dict(gradient_bytes=4e6, compute=3.0, link="nvlink4", ranks=2)
     nine = dict(micro_batch_size=1, seq_len=9, sequence_parallel=True)
     assert_refused(
         [
@@ -187,5 +213,9 @@ def test_misfits_are_refused():
             (lambda: traffic.pipeline(LLAMA, pp=2, cp=3, **SIZES), ValueError, "3"),
             (lambda: traffic.context_parallel(LLAMA, cp=3, **SIZES), ValueError, "cp=3"),
             (lambda: traffic.data_parallel(1e9, dp=2, strategy="zero4"), ValueError, "strategy='zero4'"),
+            (lambda: bucketed_step(0, **step), ValueError, "bucket_bytes=0"),
+            (lambda: bucketed_step(1, **step | {"ranks": 0}), ValueError, "ranks=0"),
+            (lambda: bucketed_step(1e6, **step | {"compute": -1}), ValueError, "compute=-1"),
+            (lambda: bucketed_step(1e6, **step | {"link": "nvlink"}), ValueError, "'nvlink"),
         ]
     )

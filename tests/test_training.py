@@ -39,11 +39,17 @@ def train(*, program="ddp", optimizer="adamw", **how):
 
 
 @pytest.fixture(scope="module")
-def runs(private_tmp):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(scope="module")
+def runs(private_tmp, folder):
     settings = {
-        "small buckets": dict(gradient_accumulation_steps=2, bucket_cap_mb=0.25),
-        "every micro-batch": dict(gradient_accumulation_steps=2, sync_every_micro_batch=True) | SGD,
-        "accelerate": dict(program="accelerate", gradient_accumulation_steps=2, expect_ranks=2) | SGD,
+        "ddp": {},
+        "ddp, SGD": SGD,
+        "accelerate": dict(program="accelerate", expect_ranks=2, save_to=str(folder)) | SGD,
+        "accelerate, accumulating": dict(program="accelerate", gradient_accumulation_steps=2, expect_ranks=2) | SGD,
     }
     return Runs(train, {2: settings}, SIZES)
 
@@ -67,23 +73,28 @@ def test_micro_batches_on_one_device_are_the_whole_batch(one_thread):
 
 
 def test_a_step_all_reduces_each_gradient_once(runs):
-    buckets = {}
-    for _, name, how, outcomes in runs.every():
-        times = 2 if how.get("sync_every_micro_batch") else 1
-        for rank, outcome in enumerate(outcomes):
-            calls = runs.last_step(2, name, rank)
-            buckets[name] = [c.bytes for c in calls if c.kind == "all_reduce"]
-            assert sum(buckets[name]) == times * GRADIENTS, name
-            ring = 2 * (2 - 1) / 2 * times * GRADIENTS  # a little more on the wire, for headers
-            assert outcome.wire_bytes is None or ring < outcome.wire_bytes < 1.02 * ring, name
-    assert max(buckets["small buckets"]) < 2**19 and len(buckets["small buckets"]) >= 8
+    names = runs.settings[2]
+    for rank in (0, 1):
+        calls = [c for c in runs[2].collectives if c.rank == rank and c.kind == "all_reduce" and c.bytes > 1000]
+        assert sum(c.bytes for c in calls) == SIZES["steps"] * len(names) * GRADIENTS
+    ring = 2 * (2 - 1) / 2 * GRADIENTS  # a little more on the wire, for headers and buffers
+    for name, how in names.items():
+        for outcome in runs.outcomes(2, name):
+            steps = how.get("gradient_accumulation_steps", 1)  # a program of Accelerate observes micro-batches
+            assert outcome.wire_bytes is None or ring < steps * outcome.wire_bytes < 1.02 * ring, name
+
+
+def test_every_rank_saves_its_random_state(runs, folder):
+    runs.outcomes(2, "accelerate")
+    names = {"model.safetensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"}
+    assert {path.name for path in folder.iterdir()} == names
 
 
 def refuse():
     assert_refused(
         [
             (lambda: ddp.train(steps=0), ValueError, "steps=0"),
-            (lambda: ddp.train(global_batch=6, gradient_accumulation_steps=2), ValueError, "global_batch=6"),
+            (lambda: ddp.train(global_batch=7), ValueError, "global_batch=7"),
             (lambda: accelerate_ddp.train(global_batch=7), ValueError, "global_batch=7"),
             (lambda: accelerate_ddp.train(expect_ranks=3), RuntimeError, "3 ranks"),
             (lambda: single.train(gradient_accumulation_steps=3), ValueError, "3 micro-batches"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from course_lib.collectives.links import Link, ring_seconds
 from course_lib.observe.trace import Span
-from course_lib.validation import positive
+from course_lib.validation import check_counts, positive
 
 
 def bucketed_step(
@@ -21,9 +21,10 @@ def bucketed_step(
         link: from each rank to the next of the ring.
     """
     positive(bucket_bytes=bucket_bytes, gradient_bytes=gradient_bytes, compute=compute)
+    check_counts(ranks=ranks)
     spans = [("forward", 0.0, compute / 3), ("backward", compute / 3, compute)]
     filled = free = 0.0
-    while filled < gradient_bytes and ranks > 1:
+    while ranks > 1 and gradient_bytes - filled > 1e-9 * gradient_bytes:  # not for a rounding error
         size = min(bucket_bytes, gradient_bytes - filled)
         filled += size
         start = max(free, compute / 3 + compute * 2 / 3 * filled / gradient_bytes)

@@ -43,12 +43,7 @@ def train(
     """
     few_gpus = torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     accelerator = Accelerator(cpu=few_gpus, gradient_accumulation_steps=gradient_accumulation_steps)
-    micro_batch = micro_batch_size(
-        steps=steps,
-        global_batch=global_batch,
-        ranks=accelerator.num_processes,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-    )
+    micro_batch = micro_batch_size(steps, global_batch, accelerator.num_processes, gradient_accumulation_steps)
     model = tiny_llama(seed=accelerator.process_index)  # DDP will broadcast rank 0's weights
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     rows = GlobalBatches(steps, global_batch=global_batch, seq_len=seq_len)
@@ -68,7 +63,8 @@ def train(
     losses = accelerator.reduce(torch.stack(losses), "mean").view(steps, -1).mean(dim=1)
     if save_to:
         accelerator.save_state(save_to)  # on every rank: each has a random state of its own
-    return outcome(observation, losses.tolist(), type(model).__name__)
+    kind = str(accelerator.distributed_type)
+    return outcome(observation, losses.tolist(), type(model).__name__, distributed_type=kind)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def train(*, steps: int = 20, global_batch: int = 8, seq_len: int = 128, lr: flo
         lr: AdamW's learning rate.
     """
     rank, world_size, device = dist.get_rank(), dist.get_world_size(), rank_device()
-    micro_batch_size(steps=steps, global_batch=global_batch, ranks=world_size)  # raises where the shares are unequal
+    micro_batch_size(steps, global_batch, world_size)  # raises where the shares would be unequal
     model = tiny_llama(seed=rank).to(device)  # each rank starts from other weights ...
     model = DistributedDataParallel(model)  # ... until this broadcasts rank 0's
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)

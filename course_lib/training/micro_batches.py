@@ -3,7 +3,7 @@
 from course_lib.validation import check_counts
 
 
-def micro_batch_size(*, steps: int, global_batch: int, ranks: int = 1, gradient_accumulation_steps: int = 1) -> int:
+def micro_batch_size(steps: int, global_batch: int, ranks: int = 1, gradient_accumulation_steps: int = 1) -> int:
     """Sequences that one rank trains on at a time."""
     check_counts(
         steps=steps,

@@ -83,6 +83,8 @@ def through_the_link(model: Model) -> Model:
 class Wire:
     """Carries one message at a time: the next one leaves when the one before has arrived.
 
+    Each rank has its own, which starts counting when this rank hands a message over: right for ranks that are in step.
+
     Attributes:
         messages: (start, end) of each message on it so far, in seconds of ``time.perf_counter``.
     """

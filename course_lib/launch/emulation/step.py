@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from course_lib.launch.emulation.delay import slow_link
 from course_lib.observe.trace import Span
+from course_lib.validation import positive
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     Wrap = Callable[[torch.nn.Module], tuple[torch.nn.Module, Callable[[], None]]]
 
 LAYERS, WIDTH = 16, 256
-IDLE = 0.02  # seconds without a layer after which an emulated GPU's clock starts anew
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,14 @@ class Clock:
 
     busy_until = 0.0
 
+    def restart(self) -> None:
+        """The GPU has waited for the gradients: its next work starts when it comes."""
+        self.busy_until = 0.0
+
     def work(self, seconds: float) -> None:
         """Sleep until the GPU has done this, too."""
-        now = time.perf_counter()
-        self.busy_until = (now if now > self.busy_until + IDLE else self.busy_until) + seconds
-        time.sleep(max(0.0, self.busy_until - now))
+        self.busy_until = (self.busy_until or time.perf_counter()) + seconds
+        time.sleep(max(0.0, self.busy_until - time.perf_counter()))
 
 
 def emulated_model(compute: float) -> torch.nn.Module:
@@ -55,14 +58,15 @@ def emulated_model(compute: float) -> torch.nn.Module:
 
     model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
     model.clock = Clock()
+    model.register_forward_pre_hook(lambda *_: model.clock.restart())
     for layer in model:
         layer.register_forward_pre_hook(lambda *_: model.clock.work(compute / 3 / LAYERS))
         layer.register_full_backward_pre_hook(lambda *_: model.clock.work(compute * 2 / 3 / LAYERS))
     return model
 
 
-def emulated_step(wrap: Wrap, *, ranks: int, compute: float, link: Link, steps: int = 6) -> EmulatedStep:
-    """Train `emulated_model` on several ranks and return the shortest step.
+def emulated_step(wrap: Wrap, *, ranks: int, compute: float, link: Link, steps: int = 5) -> EmulatedStep:
+    """Train `emulated_model` on several ranks and return the shortest step after the first, in which DDP has one bucket.
 
     Args:
         wrap: takes the model; returns the model to train, and what to call after ``backward()``.
@@ -71,8 +75,11 @@ def emulated_step(wrap: Wrap, *, ranks: int, compute: float, link: Link, steps: 
     """
     from course_lib.launch import launch
 
+    positive(compute=compute)
+    if steps < 2:
+        raise ValueError(f"steps={steps}: take at least 2, the first does not count.")
     run = launch(_steps, wrap, compute, link, steps, ranks=ranks, backend="gloo", threads=1, quiet=True)
-    return min(run.results[0], key=lambda step: step.seconds)
+    return min(run.results[0][1:], key=lambda step: step.seconds)
 
 
 def _steps(wrap: Wrap, compute: float, link: Link, steps: int) -> list[EmulatedStep]:
@@ -85,7 +92,6 @@ def _steps(wrap: Wrap, compute: float, link: Link, steps: int) -> list[EmulatedS
         model, after_backward = wrap(emulated)
         for _ in range(steps):
             dist.barrier()
-            time.sleep(2 * IDLE)
             wire.messages.clear()
             began = time.perf_counter()
             loss = model(torch.ones(4, WIDTH)).sum()
