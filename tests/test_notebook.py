@@ -120,16 +120,12 @@ def test_the_explorer_answers_also_where_a_choice_does_not_fit():
 def test_a_larger_bucket_pays_fewer_latencies_and_one_gpu_sends_nothing():
     """Seconds of a step, from the figure's title, which the lesson's answers quote."""
     widget = bucket_explorer()
-
-    def seconds(**chosen):
-        for name, value in chosen.items():
-            controls(widget)[name.replace("_", " ")].value = value
-        return float(re.search(r"([\d.]+) s a step", widget.children[1].value)[1])
-
-    controls(widget)["tokens per GPU"].value = 8192
-    many = [seconds(GPUs=64, **{"bucket, MiB": mib}) for mib in (25, 400, 16_000)]
-    assert many == pytest.approx([1.70, 1.03, 1.62])
-    assert seconds(GPUs=1) == pytest.approx(6 * 8.03e9 * 8192 / 400e12, abs=0.01)
+    shown = controls(widget)
+    shown["tokens per GPU"].value = 8192
+    for gpus, mib, expected in ((64, 25, 1.70), (64, 400, 1.03), (1, 400, 6 * 8.03e9 * 8192 / 400e12)):
+        shown["GPUs"].value, shown["bucket, MiB"].value = gpus, mib
+        seconds = float(re.search(r"([\d.]+) s a step", widget.children[1].value)[1])
+        assert seconds == pytest.approx(expected, abs=0.006), (gpus, mib)
 
 
 def test_jupyterlab_ends_kernels_of_closed_notebooks_after_half_an_hour_and_says_so(monkeypatch, capsys):

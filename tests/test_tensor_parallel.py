@@ -77,7 +77,7 @@ def told(sequence_parallel):
     """(kind, bytes that one of two ranks puts in) -> how many, of the formula."""
     shape = shape_of(tiny_llama(device="meta").config)
     sizes = dict(tp=2, micro_batch_size=4, seq_len=32, element=4)
-    messages = formula(shape, **sizes, sequence_parallel=sequence_parallel, vocab_parallel=True)
+    messages = formula(shape, **sizes, sequence_parallel=sequence_parallel)
     parts = {"all_gather": 2}
     return Counter({(m.collective, m.num_bytes // parts.get(m.collective, 1)): m.count for m in messages})
 

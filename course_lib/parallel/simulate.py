@@ -73,7 +73,6 @@ def simulate(
     backward: float = 2.0,
     weight: float = 0.0,
     send: float = 0.0,
-    memory_limit: float | None = None,
 ) -> Timeline:
     """Run orders by their dependencies alone; each rank starts an action as soon as what it needs is there.
 
@@ -85,15 +84,12 @@ def simulate(
         forward, backward, weight: seconds of F, B and W, of one chunk. Where no order has a W, B is the whole backward and
             takes `backward` + `weight`.
         send: seconds from the end of an action to where its result is on another rank; ranks do not wait for it to leave.
-        memory_limit: the most micro-batches that a rank may hold at a time (counted as in `Timeline.in_flight`).
     """
     for name, value in (("forward", forward), ("backward", backward), ("weight", weight), ("send", send)):
         if value < 0:
             raise ValueError(f"{name}={value}: give seconds, at least 0.")
     orders = [[_read(rank, action) for action in order] for rank, order in enumerate(orders)]
     _check_complete(orders)
-    if memory_limit is not None:
-        _check_memory(orders, memory_limit)
     ranks = len(orders)
     stages = ranks * (1 + max(action.chunk for order in orders for action in order))
     split = any(action.kind == "W" for order in orders for action in order)
@@ -160,24 +156,6 @@ def _check_complete(orders: list[list[Action]]) -> None:
             for kind in kinds:
                 if (kind, *pair) not in seen:
                     raise ValueError(f"rank {rank} never runs {Action(kind, *pair)}.")
-
-
-def _check_memory(orders: list[list[Action]], limit: float) -> None:
-    for rank, order in enumerate(orders):
-        if peak_held(order) <= limit:
-            continue
-        first = next(n for n in range(1, len(order) + 1) if _held(order[:n], order) > limit)
-        raise ValueError(
-            f"rank {rank} cannot hold {order[first - 1]}: that makes {_held(order[:first], order):g} micro-batches whose "
-            f"activations it keeps, and memory_limit is {limit:g}."
-        )
-
-
-def _held(done: list[Action], order: list[Action]) -> float:
-    """Micro-batches held after the first actions of an order."""
-    last = "W" if any(action.kind == "W" for action in order) else "B"
-    held = sum((action.kind == "F") - (action.kind == last) for action in done)
-    return held / (1 + max(action.chunk for action in order))
 
 
 def _deadlock(orders: list[list[Action]], position: list[int], ends: dict, stages: int) -> str:

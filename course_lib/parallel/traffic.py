@@ -57,7 +57,6 @@ def tensor_parallel(
     seq_len: int,
     element: int = 2,
     sequence_parallel: bool = False,
-    vocab_parallel: bool = True,
 ) -> list[Message]:
     """Splitting each matrix over `tp` ranks: Megatron-LM's layers. All messages of b s h e bytes but the loss's.
 
@@ -68,8 +67,6 @@ def tensor_parallel(
       bytes on a ring, and adds one all-reduce a step: the gradients of the 2 L + 1 norms, which saw a part of the
       sequence each (fp32, in one piece). Not counted: Megatron's further all-gathers, 2 a layer and 1 at the output layer,
       where the gathered input of the first matrices is not kept but gathered again in the backward pass.
-    - Without vocab_parallel the embedding and the output layer are whole on every rank and send nothing; under sequence
-      parallelism the last hidden states are gathered for them, and the first ones' gradient.
 
     Grouped kv heads change none of this while every rank has a kv head of its own: keys and values never travel here. Where
     `tp` is larger, ranks hold copies of kv heads and sum the copies' gradients once a step (fp32): tp / kv_heads ranks each,
@@ -81,7 +78,7 @@ def tensor_parallel(
         micro_batch_size: sequences in one forward pass of these ranks together, b.
         seq_len: tokens a sequence, s; with context parallelism those of one context-parallel rank.
         element: bytes of an activation: 2 in bf16 and fp16, 4 in fp32.
-        sequence_parallel, vocab_parallel: as above.
+        sequence_parallel: as above.
     """
     check_counts(tp=tp, micro_batch_size=micro_batch_size, seq_len=seq_len, element=element)
     widths = Widths(shape.heads, shape.kv_heads, shape.intermediate, shape.heads)  # vocabularies are padded
@@ -92,18 +89,15 @@ def tensor_parallel(
     if tp == 1:
         return []
     states = micro_batch_size * seq_len * shape.hidden * element
-    pairs = 2 * shape.layers + vocab_parallel  # the embedding's g and the output layer's f make one more pair
+    pairs = 2 * shape.layers + 1  # the embedding's g and the output layer's f make one more pair
     sent = []
     if sequence_parallel:
-        # without vocab_parallel: hidden states gathered for the output layer, gradients for the embedding
-        gathers = 2 * pairs if vocab_parallel else 2 * pairs + 2
-        sent.append(Message("all_gather", gathers, states, "tp"))
+        sent.append(Message("all_gather", 2 * pairs, states, "tp"))
         sent.append(Message("reduce_scatter", 2 * pairs, states, "tp"))
         sent.append(Message("all_reduce", 1, (2 * shape.layers + 1) * shape.hidden * 4, "tp", "step"))
     else:
         sent.append(Message("all_reduce", 2 * pairs, states, "tp"))
-    if vocab_parallel:
-        sent.append(Message("all_reduce", 3, micro_batch_size * seq_len * LOSS_BYTES, "tp"))
+    sent.append(Message("all_reduce", 3, micro_batch_size * seq_len * LOSS_BYTES, "tp"))
     if tp > shape.kv_heads:
         sent.append(Message("all_reduce", 2 * shape.layers, shape.head_dim * shape.hidden * 4, "tp", "step"))
     return sent

@@ -8,11 +8,10 @@
 from course_lib.launch.emulation.delay import slow_link, through_the_link
 from course_lib.launch.emulation.hosts import Hosts, emulated_hosts
 from course_lib.launch.emulation.namespaces import CannotEmulate
-from course_lib.launch.emulation.step import EmulatedStep, emulated_model, emulated_step
+from course_lib.launch.emulation.step import emulated_model, emulated_step
 
 __all__ = [
     "CannotEmulate",
-    "EmulatedStep",
     "Hosts",
     "emulated_hosts",
     "emulated_model",

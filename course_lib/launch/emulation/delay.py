@@ -7,7 +7,6 @@ would with a real network card, and the gradients are those of the real all-redu
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 import time
 from collections.abc import Iterator
@@ -20,64 +19,6 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     Model = TypeVar("Model", bound=DistributedDataParallel)
-
-_wire: Wire | None = None  # of this rank; set by `Hosts.launch` before the learner's function runs, and by `slow_link`
-
-
-def use(link: Link | None) -> None:
-    """What ``through_the_link`` emulates in this process; ``None``: the link is there already, or is to be fast."""
-    global _wire
-    _wire = None if link is None else Wire(link)
-
-
-@contextmanager
-def slow_link(link: Link) -> Iterator[Wire]:
-    """Within the block, ``dist.all_reduce`` and the buckets of ``through_the_link`` take as long as over this link.
-
-    Call it inside a rank. Nothing else that the ranks send is delayed.
-
-    Yields:
-        the wire, which keeps when each message was on it.
-    """
-    import torch.distributed as dist
-
-    global _wire
-    before, send = _wire, dist.all_reduce
-    _wire = wire = Wire(link)
-
-    @functools.wraps(send)
-    def all_reduce(tensor: Any, *args: Any, async_op: bool = False, **options: Any) -> _Delayed | None:
-        arrives = wire.arrival(dist.get_world_size(), tensor.nbytes)
-        delayed = _Delayed(send(tensor, *args, async_op=True, **options), arrives)
-        return delayed if async_op else delayed.wait()
-
-    dist.all_reduce = all_reduce
-    try:
-        yield wire
-    finally:
-        dist.all_reduce, _wire = send, before
-
-
-def through_the_link(model: Model) -> Model:
-    """Send a DDP model's gradients over the emulated link. Call it right after ``DistributedDataParallel(...)``.
-
-    The link is that of the ``slow_link`` around it, or of the emulated host. Under namespaces the link itself is slow
-    and nothing is done. Otherwise a comm hook delays each bucket by what a ring all-reduce of its bytes costs on the
-    link; only gradients are delayed then, nothing else that the ranks send.
-
-    Returns:
-        the model.
-
-    Raises:
-        ValueError: not a ``DistributedDataParallel``.
-    """
-    from torch.nn.parallel import DistributedDataParallel
-
-    if not isinstance(model, DistributedDataParallel):
-        raise ValueError(f"{type(model).__name__} has no buckets to delay: wrap it in DistributedDataParallel first.")
-    if _wire is not None:
-        _register(model, _wire)
-    return model
 
 
 class Wire:
@@ -113,25 +54,59 @@ class _Delayed:
         self._work.wait()
         time.sleep(max(0.0, self._arrives - time.perf_counter()))
 
+    def get_future(self) -> Any:
+        def arrive(future: Any) -> Any:
+            time.sleep(max(0.0, self._arrives - time.perf_counter()))
+            return future.value()
 
-def _register(model: Any, wire: Wire) -> None:
-    import torch
+        return self._work.get_future().then(arrive)
+
+
+def slow_down(link: Link) -> Wire:
+    """From now on ``dist.all_reduce`` takes as long in this process as over the link; nothing else is delayed."""
     import torch.distributed as dist
 
-    ranks = dist.get_world_size()
-    send = inspect.unwrap(dist.all_reduce)  # of slow_link, which would delay it once more
+    wire, send = Wire(link), dist.all_reduce
 
-    def hook(state: None, bucket):
-        gradients = bucket.buffer()
-        arrives = wire.arrival(ranks, gradients.nbytes)
-        future = send(gradients.div_(ranks), async_op=True).get_future()
+    @functools.wraps(send)
+    def all_reduce(tensor: Any, *args: Any, async_op: bool = False, **options: Any) -> _Delayed | None:
+        arrives = wire.arrival(dist.get_world_size(), tensor.nbytes)
+        delayed = _Delayed(send(tensor, *args, async_op=True, **options), arrives)
+        return delayed if async_op else delayed.wait()
 
-        def done(reduced):
-            time.sleep(max(0.0, arrives - time.perf_counter()))
-            return reduced.value()[0]
+    dist.all_reduce = all_reduce
+    return wire
 
-        return future.then(done)
+
+@contextmanager
+def slow_link(link: Link) -> Iterator[Wire]:
+    """`slow_down` for the block, inside a rank; the wire keeps when each message was on it."""
+    import torch.distributed as dist
+
+    before = dist.all_reduce
+    try:
+        yield slow_down(link)
+    finally:
+        dist.all_reduce = before
+
+
+def through_the_link(model: Model) -> Model:
+    """Send a DDP model's buckets by ``dist.all_reduce``, so that an emulated link delays them, too; returns the model.
+
+    Call it right after ``DistributedDataParallel(...)``, whose own all-reduces are called from C++.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not isinstance(model, DistributedDataParallel):
+        raise ValueError(f"{type(model).__name__} has no buckets to delay: wrap it in DistributedDataParallel first.")
+
+    def average(state: None, bucket):
+        mean = bucket.buffer().div_(dist.get_world_size())
+        return dist.all_reduce(mean, async_op=True).get_future().then(lambda future: future.value()[0])
 
     # DDP reads the types off the function, and cannot resolve them as text
-    hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-    model.register_comm_hook(None, hook)
+    average.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    model.register_comm_hook(None, average)
+    return model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,11 +13,10 @@ from typing import Any
 from course_lib.collectives.links import Link
 from course_lib.collectives.links import link as preset
 from course_lib.launch import Run, launch
-from course_lib.launch.emulation import delay, namespaces
+from course_lib.launch.emulation import namespaces
+from course_lib.launch.emulation.delay import slow_down
 from course_lib.launch.supervision import Folder
-from course_lib.validation import pick
-
-HOW = ("namespaces", "delay")
+from course_lib.validation import check_counts
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Hosts:
     Attributes:
         hosts, ranks_per_host: as asked.
         link: each host's link, ``None`` for one as fast as the machine.
-        how: "namespaces" (real packets through shaped links) or "delay" (gradients of DDP are held back).
+        how: "namespaces" (real packets through shaped links) or "delay" (all-reduces are held back).
         why: why it is not namespaces; empty where it is.
         paths: of the namespaces, by host.
     """
@@ -46,40 +45,27 @@ class Hosts:
         if self.how == "namespaces":
             return f"Emulated: {many} in network namespaces on one machine, links {speed}, latency this machine's own."
         reason = f" ({self.why})" if self.why else ""
-        return f"Emulated: {many} on one machine, links {speed} by holding DDP's gradients back{reason}."
+        return f"Emulated: {many} on one machine, links {speed} by holding all-reduces back{reason}."
 
-    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Run:
+    def launch(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> Run:
         """``course_lib.launch.launch`` on all hosts, over gloo: rank r runs on host r // ranks_per_host.
 
         In the function LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK (the host) say what torchrun would. The stamp of the
         run says that it is an emulation.
 
         Args:
-            function, args, kwargs: as ``launch`` takes them, without ``ranks`` and ``backend``.
-
-        Raises:
-            as ``launch``; ValueError for ``ranks`` or ``backend``; TypeError for arguments that the function lacks.
+            function, args, timeout, kwargs: as ``launch`` takes them, without ``ranks`` and ``backend``.
         """
-        given = {"ranks", "backend"} & set(kwargs)
-        if given:
-            raise ValueError(f"{min(given)}: the hosts decide that; leave it out here.")
-        # a wrong call raises here, where its line is, and not in a rank
-        for_launch = {name: kwargs.pop(name) for name in ("timeout", "threads", "quiet") if name in kwargs}
-        inspect.signature(function).bind(*args, **kwargs)
         folder = Folder()
+
+        @functools.wraps(function)
+        def on_host(*args: Any, **kwargs: Any) -> Any:
+            _move(self, f"file://{folder.path}/store", timedelta(seconds=timeout + 60))
+            return function(*args, **kwargs)
+
+        ranks = self.hosts * self.ranks_per_host
         try:
-            run = launch(
-                _on_host,
-                self,
-                f"{folder.path}/store",
-                for_launch.get("timeout", 60.0),
-                function,
-                args,
-                kwargs,
-                ranks=self.hosts * self.ranks_per_host,
-                backend="gloo",
-                **for_launch,
-            )
+            run = launch(on_host, *args, ranks=ranks, backend="gloo", timeout=timeout, **kwargs)
         finally:
             folder.remove()
         run.stamp["summary"] += f". {self}"
@@ -88,51 +74,35 @@ class Hosts:
 
 
 @contextmanager
-def emulated_hosts(
-    hosts: int = 3, ranks_per_host: int = 1, link: Link | str | None = None, *, how: str | None = None
-) -> Iterator[Hosts]:
+def emulated_hosts(hosts: int = 3, ranks_per_host: int = 1, link: Link | str | None = None) -> Iterator[Hosts]:
     """Several hosts on this machine for the length of a ``with`` block; nothing of them outlives it.
 
     Network namespaces where the machine allows them (Linux, root), else a delay; the ``Hosts`` says which and why.
     Cores, memory and clocks are shared all the same: ranks that compute slow each other down.
 
     Args:
-        hosts: 1 to 250.
-        ranks_per_host: 1 or more; ranks of one host talk past the link.
+        hosts: at most 250.
+        ranks_per_host: ranks of one host talk past the link.
         link: what joins each host to the switch, or the key of a preset; ``None`` for one as fast as the machine. Only
             its bandwidth is emulated by namespaces; the delay adds its latency too.
-        how: "namespaces" or "delay" to insist; ``None`` takes the first that works.
-
-    Raises:
-        ValueError: numbers out of range, an unknown link, another ``how``.
-        CannotEmulate: namespaces were insisted on, and this machine has none.
     """
-    for name, value, most in (("hosts", hosts, 250), ("ranks_per_host", ranks_per_host, 64)):
-        if type(value) is not int or not 1 <= value <= most:
-            raise ValueError(f"{name}={value!r}: give a whole number from 1 to {most}.")
-    if how is not None:
-        pick("how", how, HOW)
+    check_counts(hosts=hosts, ranks_per_host=ranks_per_host)
     wire = None if link is None else preset(link)
     switch, why = None, ""
-    if how != "delay":
-        try:
-            switch = namespaces.Namespaces(hosts, wire.bandwidth if wire else None)
-        except namespaces.CannotEmulate as error:
-            if how == "namespaces":
-                raise
-            why = str(error)
     try:
-        chosen, paths = ("namespaces", switch.paths) if switch else ("delay", ())
-        yield Hosts(hosts, ranks_per_host, wire, chosen, why, paths)
+        switch = namespaces.Namespaces(hosts, wire.bandwidth if wire else None)
+    except namespaces.CannotEmulate as error:
+        why = str(error)
+    try:
+        how, paths = ("namespaces", switch.paths) if switch else ("delay", ())
+        yield Hosts(hosts, ranks_per_host, wire, how, why, paths)
     finally:
         if switch:
             switch.close()
 
 
-def _on_host(
-    hosts: Hosts, store: str, timeout: float, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-) -> Any:
-    """In a rank: move to its host, meet the others there, run the function."""
+def _move(hosts: Hosts, meet_at: str, timeout: timedelta) -> None:
+    """In a rank: move to its host, and meet the others there."""
     import torch.distributed as dist
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -142,8 +112,6 @@ def _on_host(
         dist.destroy_process_group()  # its connections run over this machine's loopback interface
         namespaces.enter(hosts.paths[host])
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"] = namespaces.INTERFACE
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout + 60)
-        )
-    delay.use(hosts.link if hosts.how == "delay" and hosts.hosts > 1 else None)
-    return function(*args, **kwargs)
+        dist.init_process_group("gloo", init_method=meet_at, rank=rank, world_size=ranks, timeout=timeout)
+    elif hosts.link and hosts.hosts > 1:
+        slow_down(hosts.link)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from course_lib.launch.emulation.delay import slow_link
@@ -22,19 +21,6 @@ if TYPE_CHECKING:
     Wrap = Callable[[torch.nn.Module], tuple[torch.nn.Module, Callable[[], None]]]
 
 LAYERS, WIDTH = 16, 256
-
-
-@dataclass(frozen=True)
-class EmulatedStep:
-    """The shortest of several steps, on rank 0.
-
-    Attributes:
-        seconds: from the start of forward until gradients are averaged.
-        spans: "forward", "backward", and a "collective" for each message on the link; they start at 0.
-    """
-
-    seconds: float
-    spans: list[Span]
 
 
 class Clock:
@@ -65,24 +51,25 @@ def emulated_model(compute: float) -> torch.nn.Module:
     return model
 
 
-def emulated_step(wrap: Wrap, *, ranks: int, compute: float, link: Link, steps: int = 5) -> EmulatedStep:
-    """Train `emulated_model` on several ranks and return the shortest step after the first, in which DDP has one bucket.
+def emulated_step(wrap: Wrap, *, ranks: int, compute: float, link: Link, steps: int = 5) -> tuple[float, list[Span]]:
+    """Train `emulated_model` on several ranks. Seconds of a step, and what it consists of, as `bucketed_step` has it.
+
+    It is rank 0's shortest step after the first, in which DDP has one bucket.
 
     Args:
         wrap: takes the model; returns the model to train, and what to call after ``backward()``.
         compute: seconds that one rank computes in a step.
         link: carries one all-reduce at a time, each for as long as a ring of `ranks` takes.
+        steps: at least 2.
     """
     from course_lib.launch import launch
 
     positive(compute=compute)
-    if steps < 2:
-        raise ValueError(f"steps={steps}: take at least 2, the first does not count.")
     run = launch(_steps, wrap, compute, link, steps, ranks=ranks, backend="gloo", threads=1, quiet=True)
-    return min(run.results[0][1:], key=lambda step: step.seconds)
+    return min(run.results[0][1:], key=lambda step: step[0])
 
 
-def _steps(wrap: Wrap, compute: float, link: Link, steps: int) -> list[EmulatedStep]:
+def _steps(wrap: Wrap, compute: float, link: Link, steps: int) -> list[tuple[float, list[Span]]]:
     import torch
     import torch.distributed as dist
 
@@ -102,6 +89,7 @@ def _steps(wrap: Wrap, compute: float, link: Link, steps: int) -> list[EmulatedS
             model.zero_grad()
             stretches = [("forward", began, turn), ("backward", turn, emulated.clock.busy_until)]
             stretches += [("collective", *message) for message in wire.messages]
-            spans = [Span(kind, kind, start - began, end - began, thread=0) for kind, start, end in stretches]
-            result.append(EmulatedStep(seconds, spans))
+            result.append(
+                (seconds, [Span(kind, kind, start - began, end - began, 0) for kind, start, end in stretches])
+            )
     return result

@@ -27,9 +27,8 @@ def bucket_explorer() -> ipywidgets.VBox:
         seconds, spans = bucketed_step(
             bucket * MIB, gradient_bytes=2 * parameters, compute=compute, link=link, ranks=ranks
         )
-        title = (
-            f"{seconds:.2f} s a step, {compute:.2f} s of it computing: {ranks * compute / seconds:.1f} times one GPU"
-        )
+        title = f"{len(spans) - 2} buckets: {seconds:.2f} s a step, {compute:.2f} s of it computing"
+        title += f"; {ranks * compute / seconds:.1f} times one GPU"
         return timeline([spans], title=title, names=["each GPU"]).html
 
     return panel(
