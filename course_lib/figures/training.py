@@ -67,7 +67,8 @@ def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str, names: Seque
     ends = [max((span.end - zero for span in spans), default=0.0) for spans in spans_by_rank]
     counts = [sum(span.kind == "collective" for span in spans) for spans in spans_by_rank]
     lanes = "; ".join(
-        f"{name}, {count} collectives, {end * 1e3:.0f} ms" for name, count, end in zip(names, counts, ends, strict=True)
+        f"{name}, {count} collective{'s' * (count != 1)}, {end * 1e3:.0f} ms"
+        for name, count, end in zip(names, counts, ends, strict=True)
     )
     return picture(figure, f"{title}, as a timeline of computing with the collectives below it: {lanes}.")
 

@@ -47,7 +47,8 @@ def shell(command: str, *, timeout: float = 120.0, check: bool = True, **environ
 
 
 class Background:
-    """A command that runs beside the notebook (one of two node agents, say) until :meth:`wait` or :meth:`end`."""
+    """A command that runs beside the notebook (one of two node agents, say) until :meth:`wait`, :meth:`end` or the end of
+    its ``with`` block."""
 
     def __init__(self, command: str, **environment: str) -> None:
         words = _own_tools(shlex.split(command))
@@ -85,6 +86,12 @@ class Background:
         if check and code:
             raise RuntimeError(f"`{self.command}` ended with exit code {code}{self._tail()}")
         return self._printed()
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def end(self) -> None:
         """End the command and everything that it started."""

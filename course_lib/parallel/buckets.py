@@ -16,7 +16,7 @@ def bucketed_step(
     is free, and takes what a ring all-reduce takes. On GPUs the sending also slows the computing; not here.
 
     Args:
-        bucket_bytes, gradient_bytes: of a rank.
+        bucket_bytes, gradient_bytes: bytes of a rank.
         compute: seconds that a rank computes in a step.
         link: from each rank to the next of the ring.
     """

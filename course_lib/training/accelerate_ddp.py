@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import islice
 
 import torch
 from accelerate import Accelerator
@@ -51,16 +52,19 @@ def train(
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     is_ddp = isinstance(model, torch.nn.parallel.DistributedDataParallel)
     if expect_ranks and not (is_ddp and accelerator.num_processes == expect_ranks):
-        raise RuntimeError(f"expected DDP on {expect_ranks} ranks, got {type(model)} on {accelerator.num_processes}")
-    observation, losses = observe(model, optimizer), []
-    for batch in loader:
-        with observation.step(tokens=batch.numel()), accelerator.accumulate(model):
-            loss = model(input_ids=batch, labels=batch).loss
-            accelerator.backward(loss)  # divides by the number of micro-batches
-            optimizer.step()  # does nothing before the last of them
-            optimizer.zero_grad()
-        losses.append(loss.detach())
-    losses = accelerator.reduce(torch.stack(losses), "mean").view(steps, -1).mean(dim=1)
+        found = f"{type(model).__name__} on {accelerator.num_processes}"
+        raise RuntimeError(f"expected DDP on {expect_ranks} ranks, found {found}: does the launcher start them?")
+    observation, losses, batches = observe(model, optimizer), [], iter(loader)
+    for _ in range(steps):
+        with observation.step(tokens=micro_batch * gradient_accumulation_steps * seq_len):
+            for batch in islice(batches, gradient_accumulation_steps):
+                with accelerator.accumulate(model):
+                    loss = model(input_ids=batch, labels=batch).loss
+                    accelerator.backward(loss)  # divides by the number of micro-batches
+                    optimizer.step()  # does nothing before the last of them
+                    optimizer.zero_grad()
+                losses.append(loss.detach())
+    losses = accelerator.reduce(torch.stack(losses), "mean").view(steps, -1).mean(dim=1)  # of each step
     if save_to:
         accelerator.save_state(save_to)  # on every rank: each has a random state of its own
     kind = str(accelerator.distributed_type)

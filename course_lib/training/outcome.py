@@ -45,6 +45,7 @@ def outcome(observation: Observation, losses: list[float], wrapper: str, **extra
     import torch.distributed as dist
 
     grouped = dist.is_available() and dist.is_initialized()
+    by_sockets = grouped and "nccl" not in dist.get_backend()  # alone, its sockets are somebody else's: Jupyter's
     return Outcome(
         losses=losses,
         wrapper=wrapper,
@@ -53,6 +54,6 @@ def outcome(observation: Observation, losses: list[float], wrapper: str, **extra
         median_step=observation.median_step if observation.step_seconds else 0.0,
         tokens_per_second=observation.tokens_per_second if observation.step_seconds else 0.0,
         memory=observation.memory,
-        wire_bytes=observation.wire_bytes if grouped else None,  # alone, its sockets are somebody else's: Jupyter's
+        wire_bytes=observation.wire_bytes if by_sockets else None,
         extra=extra,
     )

@@ -19,7 +19,6 @@ def train(
     seq_len: int = 128,
     lr: float = 1e-3,
     gradient_accumulation_steps: int = 1,
-    seed: int = 0,
 ) -> Outcome:
     """Train the tiny Llama on one device.
 
@@ -29,16 +28,15 @@ def train(
         seq_len: tokens a sequence.
         lr: AdamW's learning rate.
         gradient_accumulation_steps: micro-batches into which the batch is cut, one after another.
-        seed: of the weights and of the order of the data.
     """
     micro_batch_size(steps=steps, global_batch=global_batch, gradient_accumulation_steps=gradient_accumulation_steps)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = tiny_llama(seed=seed).to(device)
+    model = tiny_llama().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     observation = observe(model, optimizer)
     losses = []
     for step in range(steps):
-        batch = sample_batch(step, global_batch=global_batch, seq_len=seq_len, seed=seed).to(device)
+        batch = sample_batch(step, global_batch=global_batch, seq_len=seq_len).to(device)
         with observation.step(tokens=batch.numel()):
             total = 0.0
             for micro_batch in batch.chunk(gradient_accumulation_steps):

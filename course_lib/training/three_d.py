@@ -51,7 +51,6 @@ def train(
     kv_heads: int = 2,
     optimizer: str = "adamw",
     lr: float = 1e-3,
-    seed: int = 0,
 ) -> Outcome:
     """Train a Llama on a grid of dp x pp x tp ranks; the default process group must be up.
 
@@ -64,7 +63,7 @@ def train(
         num_microbatches: into which a stage's share of the batch is cut.
         layers, hidden, heads, kv_heads: of the tiny model.
         optimizer: "adamw" or "sgd"; the second also shows gradients that are too large by a factor, Adam hides them.
-        steps, global_batch, seq_len, lr, seed: as in ``course_lib.training.ddp``.
+        steps, global_batch, seq_len, lr: as in ``course_lib.training.ddp``.
 
     Returns:
         In ``extra``: coordinates (of this rank), axes (axis -> the ranks of this rank's group along it), stage_layers
@@ -76,7 +75,7 @@ def train(
     micro_batch_size(steps=steps, global_batch=global_batch, ranks=dp, gradient_accumulation_steps=num_microbatches)
     if model == "tiny":
         numbers = split_layers(layers, pp)
-        whole = tiny_llama(seed=seed, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads)
+        whole = tiny_llama(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads)
     else:
         whole = load(model)[0]
         numbers = split_layers(whole.config.num_hidden_layers, pp)
@@ -101,9 +100,7 @@ def train(
     losses = []
     for step in range(steps):
         # One batch for all ranks of a dp coordinate: those of a tp group compute on the same tokens, each its heads
-        batch = sample_batch(
-            step, global_batch=global_batch, seq_len=seq_len, rank=at["dp"], world_size=dp, seed=seed
-        ).to(device)
+        batch = sample_batch(step, global_batch=global_batch, seq_len=seq_len, rank=at["dp"], world_size=dp).to(device)
         with observation.step(tokens=batch.numel()):
             parts: list[torch.Tensor] = []
             pipeline.step(  # cuts the batch, runs forward and backward passes, sends and receives in between

@@ -69,9 +69,9 @@ def slow_down(link: Link) -> Wire:
     wire, send = Wire(link), dist.all_reduce
 
     @functools.wraps(send)
-    def all_reduce(tensor: Any, *args: Any, async_op: bool = False, **options: Any) -> _Delayed | None:
-        arrives = wire.arrival(dist.get_world_size(), tensor.nbytes)
-        delayed = _Delayed(send(tensor, *args, async_op=True, **options), arrives)
+    def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        arrives = wire.arrival(dist.get_world_size(group), tensor.nbytes)
+        delayed = _Delayed(send(tensor, op, group, async_op=True), arrives)
         return delayed if async_op else delayed.wait()
 
     dist.all_reduce = all_reduce
@@ -95,18 +95,15 @@ def through_the_link(model: Model) -> Model:
 
     Call it right after ``DistributedDataParallel(...)``, whose own all-reduces are called from C++.
     """
-    import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(f"{type(model).__name__} has no buckets to delay: wrap it in DistributedDataParallel first.")
 
-    def average(state: None, bucket):
+    def average(state, bucket):
         mean = bucket.buffer().div_(dist.get_world_size())
         return dist.all_reduce(mean, async_op=True).get_future().then(lambda future: future.value()[0])
 
-    # DDP reads the types off the function, and cannot resolve them as text
-    average.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
     model.register_comm_hook(None, average)
     return model

@@ -57,10 +57,11 @@ class Hosts:
             function, args, timeout, kwargs: as ``launch`` takes them, without ``ranks`` and ``backend``.
         """
         folder = Folder()
+        meet_at = f"file://{folder.path}/store"
 
         @functools.wraps(function)
         def on_host(*args: Any, **kwargs: Any) -> Any:
-            _move(self, f"file://{folder.path}/store", timedelta(seconds=timeout + 60))
+            _move(self, meet_at, timedelta(seconds=timeout + 60))
             return function(*args, **kwargs)
 
         ranks = self.hosts * self.ranks_per_host
@@ -84,7 +85,7 @@ def emulated_hosts(hosts: int = 3, ranks_per_host: int = 1, link: Link | str | N
         hosts: at most 250.
         ranks_per_host: ranks of one host talk past the link.
         link: what joins each host to the switch, or the key of a preset; ``None`` for one as fast as the machine. Only
-            its bandwidth is emulated by namespaces; the delay adds its latency too.
+            its bandwidth is emulated by namespaces; the delay adds its latency too, and holds back what stays in a host.
     """
     check_counts(hosts=hosts, ranks_per_host=ranks_per_host)
     wire = None if link is None else preset(link)

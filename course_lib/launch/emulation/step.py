@@ -28,10 +28,6 @@ class Clock:
 
     busy_until = 0.0
 
-    def restart(self) -> None:
-        """The GPU has waited for the gradients: its next work starts when it comes."""
-        self.busy_until = 0.0
-
     def work(self, seconds: float) -> None:
         """Sleep until the GPU has done this, too."""
         self.busy_until = (self.busy_until or time.perf_counter()) + seconds
@@ -44,7 +40,12 @@ def emulated_model(compute: float) -> torch.nn.Module:
 
     model = torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
     model.clock = Clock()
-    model.register_forward_pre_hook(lambda *_: model.clock.restart())
+
+    def begin(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        model.clock.busy_until = 0.0  # it has waited for the gradients: its next work starts when it comes
+        inputs[0].requires_grad_()  # or the first layer's hook warns that it has nothing to wait for
+
+    model.register_forward_pre_hook(begin)
     for layer in model:
         layer.register_forward_pre_hook(lambda *_: model.clock.work(compute / 3 / LAYERS))
         layer.register_full_backward_pre_hook(lambda *_: model.clock.work(compute * 2 / 3 / LAYERS))
@@ -64,7 +65,7 @@ def emulated_step(wrap: Wrap, *, ranks: int, compute: float, link: Link, steps: 
     """
     from course_lib.launch import launch
 
-    positive(compute=compute)
+    positive(compute=compute, steps_after_the_first=steps - 1)
     run = launch(_steps, wrap, compute, link, steps, ranks=ranks, backend="gloo", threads=1, quiet=True)
     return min(run.results[0][1:], key=lambda step: step[0])
 

@@ -100,12 +100,12 @@ class GlobalBatches(torch.utils.data.Dataset):
     of a step are those of `sample_batch`. Raises ValueError as `sample_batch` does.
     """
 
-    def __init__(self, steps: int, *, global_batch: int, seq_len: int, seed: int = 0) -> None:
-        self.steps, self.global_batch, self.seq_len, self.seed = steps, global_batch, seq_len, seed
+    def __init__(self, steps: int, *, global_batch: int, seq_len: int) -> None:
+        self.steps, self.global_batch, self.seq_len = steps, global_batch, seq_len
         self._batch = lru_cache(maxsize=2)(self._make_batch)
 
     def _make_batch(self, step: int) -> torch.Tensor:
-        return sample_batch(step, global_batch=self.global_batch, seq_len=self.seq_len, seed=self.seed)
+        return sample_batch(step, global_batch=self.global_batch, seq_len=self.seq_len)
 
     def __getstate__(self) -> dict[str, int]:  # a cache cannot travel to a spawned rank
         return {key: value for key, value in self.__dict__.items() if key != "_batch"}

@@ -33,7 +33,7 @@ def bucket_explorer() -> ipywidgets.VBox:
 
     return panel(
         {
-            "bucket": slider("bucket, MiB", [1, 5, 25, 100, 400, 1600, 16_000], 25),
+            "bucket": slider("bucket, MiB", [1, 5, 25, 100, 400, 1600, 16_000], 400),
             "tokens": slider("tokens per GPU", [2**i for i in range(10, 18)], 4096),
             "ranks": slider("GPUs", [1, 2, 4, 8, 16, 32, 64], 8),
             "link": menu("link", {LINKS[name].name: name for name in NETWORKS}, "infiniband-ndr"),

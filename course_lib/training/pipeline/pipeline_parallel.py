@@ -54,14 +54,13 @@ def train(
     hidden: int = 128,
     lr: float = 1e-3,
     pace: float = 0.0,
-    seed: int = 0,
 ) -> Outcome:
     """Train the tiny Llama in a pipeline over all ranks; the default process group must be up.
 
     Args:
         schedule: as in `course_lib.parallel.schedules.orders`.
         implementation: "torch", or "hand" for the 1F1B over send and receive.
-        steps, global_batch, seq_len, lr, seed: as in `course_lib.training.single`; every rank draws the whole batch, of
+        steps, global_batch, seq_len, lr: as in `course_lib.training.single`; every rank draws the whole batch, of
             which the first stage reads the tokens and the last the labels.
         num_microbatches: in one optimizer step.
         virtual_stages: parts of the model on each rank, for "interleaved".
@@ -79,7 +78,7 @@ def train(
     check(schedule, implementation, stages, num_microbatches, virtual_stages, layers, pace)
     size = micro_batch_size(steps=steps, global_batch=global_batch, gradient_accumulation_steps=num_microbatches)
     device = rank_device()
-    model, pieces = tiny_llama(seed=seed, layers=layers, hidden=hidden), split_layers(layers, stages * virtual_stages)
+    model, pieces = tiny_llama(layers=layers, hidden=hidden), split_layers(layers, stages * virtual_stages)
     mine = range(rank, stages * virtual_stages, stages)  # chunk c of rank r is stage c * stages + r
     parts = torch.nn.ModuleList(LlamaStage(model, pieces[i]).to(device) for i in mine)
     del model  # each rank built it whole, so that the seed gives the same weights, and keeps its part
@@ -95,7 +94,7 @@ def train(
     observation = observe(parts, optimizer, measured_step=measured)
     losses, ran = [], []
     for step in range(steps):
-        batch = sample_batch(step, global_batch=global_batch, seq_len=seq_len, seed=seed).to(device)
+        batch = sample_batch(step, global_batch=global_batch, seq_len=seq_len).to(device)
         dist.barrier()  # so that a rank that was late with its optimizer does not show as a bubble
         with observation.step(tokens=batch.numel()):
             parted = step_fn(batch)

@@ -35,7 +35,6 @@ def train(
     hidden: int = 128,
     optimizer: str = "adamw",
     lr: float = 1e-3,
-    seed: int = 0,
 ) -> Outcome:
     """Train the tiny Llama with each sequence split over ranks; the default process group must be up.
 
@@ -44,7 +43,7 @@ def train(
         layout: "zigzag" or "contiguous": which runs of a sequence a rank holds, as in ``ring_attention.runs``.
         layers, hidden: of the tiny model.
         optimizer: "adamw" or "sgd"; the second also shows gradients that are too large by a factor, Adam hides them.
-        steps, global_batch, seq_len, lr, seed: as in ``course_lib.training.ddp``.
+        steps, global_batch, seq_len, lr: as in ``course_lib.training.ddp``.
 
     Returns:
         In ``extra``: coordinates ("dp", "cp"), positions (runs of this rank as [first, last + 1]), scores (query-key
@@ -58,7 +57,7 @@ def train(
     micro_batch_size(steps=steps, global_batch=global_batch, ranks=dp)
     runs(0, grid.cp, seq_len, layout)
     device = rank_device()
-    model = split_attention(tiny_llama(seed=seed, layers=layers, hidden=hidden).to(device))
+    model = split_attention(tiny_llama(layers=layers, hidden=hidden).to(device))
     if seq_len > model.config.max_position_embeddings:
         raise ValueError(f"seq_len={seq_len}: the tiny model's longest is {model.config.max_position_embeddings}.")
     mesh = init_device_mesh(device.type, (grid.dp, grid.cp), mesh_dim_names=("dp", "cp"))
@@ -70,9 +69,7 @@ def train(
     observation = observe(model, update)
     losses = []
     for step in range(steps):
-        batch = sample_batch(
-            step, global_batch=global_batch, seq_len=seq_len, rank=at["dp"], world_size=dp, seed=seed
-        ).to(device)
+        batch = sample_batch(step, global_batch=global_batch, seq_len=seq_len, rank=at["dp"], world_size=dp).to(device)
         with observation.step(tokens=len(batch) * len(mine)):
             # Shifted before the cut: the last token of a run is asked for the first one of the next, on another rank
             labels = F.pad(batch[:, 1:], (0, 1), value=IGNORED)[:, mine]

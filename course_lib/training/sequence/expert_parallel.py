@@ -32,7 +32,6 @@ def train(
     intermediate: int = 176,
     optimizer: str = "adamw",
     lr: float = 1e-3,
-    seed: int = 0,
 ) -> Outcome:
     """Train a small mixture-of-experts Llama; the default process group must be up.
 
@@ -42,7 +41,7 @@ def train(
         layers, hidden: of the tiny model.
         intermediate: width inside an expert.
         optimizer: "adamw" or "sgd"; the second also shows gradients that are too large by a factor, Adam hides them.
-        steps, global_batch, seq_len, lr, seed: as in ``course_lib.training.ddp``.
+        steps, global_batch, seq_len, lr: as in ``course_lib.training.ddp``.
 
     Returns:
         In ``extra``: experts (the numbers of those on this rank), tokens_per_expert (of the last step's whole batch: a
@@ -55,8 +54,8 @@ def train(
     check_spread(experts, ranks)
     micro_batch_size(steps=steps, global_batch=global_batch, ranks=ranks)
     device = rank_device()
-    model = tiny_llama(seed=seed, layers=layers, hidden=hidden, intermediate=intermediate)
-    mixtures = give_experts(model, experts=experts, top_k=top_k, seed=seed)
+    model = tiny_llama(layers=layers, hidden=hidden, intermediate=intermediate)
+    mixtures = give_experts(model, experts=experts, top_k=top_k, seed=0)
     total = sum(p.numel() for p in model.parameters())
     in_experts = sum(p.numel() for mixture in mixtures for p in mixture.experts.parameters())
     for mixture in mixtures:
@@ -70,9 +69,7 @@ def train(
     observation = observe(model, update)
     losses, routed = [], []
     for step in range(steps):
-        batch = sample_batch(
-            step, global_batch=global_batch, seq_len=seq_len, rank=rank, world_size=ranks, seed=seed
-        ).to(device)
+        batch = sample_batch(step, global_batch=global_batch, seq_len=seq_len, rank=rank, world_size=ranks).to(device)
         with observation.step(tokens=batch.numel()):
             loss = model(input_ids=batch, labels=batch).loss  # two all-to-alls a block in here
             loss.backward()  # and two more

@@ -56,7 +56,6 @@ def train(
     offload: bool = False,
     hidden: int = 128,
     layers: int = 4,
-    seed: int = 0,
     expect_ranks: int = 0,
 ) -> Outcome:
     """Train the tiny Llama with Accelerate's FSDP2 plugin.
@@ -65,7 +64,7 @@ def train(
     ``CONFIGURATION`` in a file: then the launcher's settings count, and precision, reshard_after_forward and offload here do not.
 
     Args:
-        steps, global_batch, seq_len, lr, gradient_accumulation_steps, seed: as in ``course_lib.training.ddp``.
+        steps, global_batch, seq_len, lr, gradient_accumulation_steps: as in ``course_lib.training.accelerate_ddp``.
         max_grad_norm: greatest norm of the whole model's gradients; 0 does not clip.
         precision: "fp32" or "bf16-mixed"; Accelerate's also sums the gradients in bf16.
         reshard_after_forward: after the forward pass; Accelerate's plugin takes no number.
@@ -96,9 +95,9 @@ def train(
         ranks=world_size,
         gradient_accumulation_steps=gradient_accumulation_steps,
     )
-    model = tiny_llama(seed=seed, hidden=hidden, layers=layers)
+    model = tiny_llama(hidden=hidden, layers=layers)
     optimizer = build_optimizer(model.parameters(), "adamw", lr)
-    rows = GlobalBatches(steps, global_batch=global_batch, seq_len=seq_len, seed=seed)
+    rows = GlobalBatches(steps, global_batch=global_batch, seq_len=seq_len)
     loader = DataLoader(rows, batch_size=micro_batch, shuffle=False)
     model, optimizer, loader = accelerator.prepare(
         model, optimizer, loader

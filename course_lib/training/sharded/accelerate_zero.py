@@ -39,7 +39,6 @@ def train(
     hidden: int = 128,
     layers: int = 4,
     bucket_elements: int = BUCKET_ELEMENTS,
-    seed: int = 0,
     expect_ranks: int = 0,
 ) -> Outcome:
     """Train the tiny Llama with Accelerate's DeepSpeed plugin.
@@ -48,7 +47,7 @@ def train(
 
     Args:
         stage, precision, offload, bucket_elements: as in `course_lib.training.sharded.zero_config`.
-        steps, global_batch, seq_len, lr, gradient_accumulation_steps, seed: as in `course_lib.training.ddp`.
+        steps, global_batch, seq_len, lr, gradient_accumulation_steps: as in `course_lib.training.accelerate_ddp`.
         max_grad_norm: longest gradient; 0 clips nothing. The launcher's --gradient_clipping wins.
         hidden, layers: of the model.
         expect_ranks: refuse to train on another number of ranks; 0 takes any from 2 on.
@@ -97,12 +96,12 @@ def train(
         config["gradient_clipping"] = max_grad_norm
     if not torch.cuda.is_available():
         config.update(without_compiling(config))
-    model = tiny_llama(hidden=hidden, layers=layers, seed=seed)
+    model = tiny_llama(hidden=hidden, layers=layers)
     check_config(config, ranks=world_size, parameters=sum(p.numel() for p in model.parameters()))
     prepared_deepspeed()
     check_machine(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    rows = GlobalBatches(steps, global_batch=global_batch, seq_len=seq_len, seed=seed)
+    rows = GlobalBatches(steps, global_batch=global_batch, seq_len=seq_len)
     loader = DataLoader(rows, batch_size=micro_batch, shuffle=False)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     assert_sharded(model, stage=config["zero_optimization"]["stage"], ranks=world_size)

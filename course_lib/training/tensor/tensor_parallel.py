@@ -40,13 +40,12 @@ def train(
     sequence_parallel: bool = False,
     layers: int = 4,
     hidden: int = 128,
-    seed: int = 0,
 ) -> Outcome:
     """Train the tiny Llama with every matrix cut over all ranks; the default process group must be up.
 
     Args:
         implementation: "hand" for `TensorParallelLlama`, plain PyTorch; "dtensor" for `shard_tensors`.
-        steps, lr, seed: as in ``course_lib.training.ddp``.
+        steps, lr: as in ``course_lib.training.ddp``.
         global_batch, seq_len: of the batch, which goes to every rank as a whole.
         sequence_parallel: cut what lies between the matrices too, along the sequence.
         layers, hidden: of the tiny model.
@@ -59,7 +58,7 @@ def train(
     pick("implementation", implementation, IMPLEMENTATIONS)
     micro_batch_size(steps=steps, global_batch=global_batch)
     device = rank_device()
-    whole = tiny_llama(seed=seed, layers=layers, hidden=hidden).to(device)  # the same weights on every rank
+    whole = tiny_llama(layers=layers, hidden=hidden).to(device)  # the same weights on every rank
     check_split(whole.config, world_size, seq_len=seq_len, sequence_parallel=sequence_parallel)
     total_elements = sum(p.numel() for p in whole.parameters())
     model, loss_of, after_backward = _split(whole, implementation, sequence_parallel, device)
@@ -67,7 +66,7 @@ def train(
     optimizer = build_optimizer(model.parameters(), "adamw", lr)
     observation, losses, issued = observe(model, optimizer), [], []
     for step in range(steps):
-        batch = sample_batch(step, global_batch=global_batch, seq_len=seq_len, seed=seed).to(device)
+        batch = sample_batch(step, global_batch=global_batch, seq_len=seq_len).to(device)
         recording = record_collectives() if step == 0 else nullcontext(issued)
         with observation.step(tokens=batch.numel()), recording as issued:
             with loss_parallel() if implementation == "dtensor" else nullcontext():
