@@ -1,21 +1,42 @@
 """Lab 4: its checks against the planted answers."""
 
-from planted import lab04 as planted
-from planted.contract import Contract
+from pathlib import Path
 
-from course_checks.harness import run_ranks
-from course_checks.lab04 import lab, own_ddp
+import mutants
+import pytest
+from planted.lab04 import MUTANTS, RIGHT, SCRIPT_MUTANTS
 
+from course_checks.lab04 import buckets, lab
 
-class TestChecks(Contract):
-    lab, planted = lab, planted
-
-
-def test_a_rank_that_calls_one_more_collective_is_not_a_pass(monkeypatch):
-    monkeypatch.setattr(own_ddp, "run_ranks", lambda *given, timeout, **how: run_ranks(*given, timeout=3.0, **how))
-    verdict = lab.own_ddp(planted.only_on_rank_zero)
-    assert verdict.status == "not yet", verdict
+SOLUTIONS = mutants.ROOT / "solutions"
 
 
-def test_zero_grad_may_come_first():
-    assert lab.accumulated_step(planted.zeroes_first).status == "passed"
+@pytest.mark.parametrize("exercise", list(lab.exercises))
+def test_wrong_answers_hear_their_word_and_right_ones_pass(exercise: str, monkeypatch) -> None:
+    monkeypatch.chdir(SOLUTIONS)
+    shipped = mutants.judged(lab, exercise, mutants.solution(lab)[1][exercise])
+    assert shipped.status == "passed" and shipped.message, shipped
+    assert not mutants.rejected(lab, {exercise: RIGHT[exercise]})
+    assert not mutants.survivors(lab, exercise, MUTANTS)
+
+
+def test_scripts_that_train_something_else_hear_their_word(tmp_path: Path) -> None:
+    script, wrong = (SOLUTIONS / lab.name / "many_gpus.py").read_text(), []
+    for old, new, word in SCRIPT_MUTANTS:
+        assert script.count(old) == 1, old
+        (tmp_path / "planted.py").write_text(script.replace(old, new))
+        verdict = lab.many_gpus(lambda: tmp_path / "planted.py")
+        wrong += [] if verdict.status == "not yet" and word in verdict.message else [f"{new}: {verdict}"]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_stub_is_not_attempted() -> None:
+    def stub(*_):
+        raise NotImplementedError
+
+    assert {getattr(lab, name)(stub).status for name in lab.exercises} == {"not attempted"}
+
+
+def test_real_ddp_takes_no_less_than_the_rules_say() -> None:
+    for bucket_bytes in (2**18, 25 * 2**20):  # what sleeps sleeps longer, so there is no upper bound
+        assert buckets.step_seconds((buckets.SHOWN, bucket_bytes)) < buckets.emulated_step(buckets.SHOWN, bucket_bytes)

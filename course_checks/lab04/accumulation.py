@@ -1,81 +1,138 @@
-"""Lab 4, exercise 2: gradient accumulation."""
+"""Lab 4, exercises 1 and 6: one optimizer step over micro-batches of unequal token counts, which communicates once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from course_checks.harness import ATOL, RTOL, NotYet, close, phases, ratio_hint, returned, run_ranks, same
-from course_checks.lab04 import on_ranks
-from course_checks.lab04.common import lab
-from course_lib.launch import Run
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from course_checks.harness import Contract, fresh_seed, named_seed, number, run_ranks
+from course_checks.lab04.common import IGNORED, SLACK, Batch, Tagger, flat, lab, micro_batch
+
+STEPS, GRADIENT, SENT = 2, "the gradient at the optimizer's step", "what rank 0 sends in a step"
+# For each rank, its micro-batches as (rows, length, labels that count). All ranks have equally many labels.
+EQUAL = (
+    ([(3, 8, 24), (2, 10, 7)], [(2, 8, 3), (4, 8, 28)]),
+    (
+        [(4, 8, 20), (2, 12, 1), (3, 8, 0)],
+        [(1, 6, 2), (4, 10, 19)],
+        [(3, 8, 21)],
+    ),  # rank 0's last one counts for nothing
+)
+HINTS = {
+    "only this rank's gradients are in it: in the last micro-batch they must travel": lambda f: f["like"](
+        "own", scaled=True
+    ),
+    "that is the mean of the micro-batches' means: weigh each by its labels": lambda f: f["like"]("mean of means"),
+    "the micro-batches' means are added up: weigh each by its labels": lambda f: f["like"]("sum of means"),
+    "each rank divides by its own labels: divide by the labels of all ranks": lambda f: f["like"]("each rank's mean"),
+    "it is a multiple of the right one: DDP divides the ranks' sum by their number": lambda f: f["like"](
+        "gradient", scaled=True
+    ),
+    "the first step was right: are its gradients still there?": lambda f: f["step"] > 0,
+    "no_sync() goes around forward and backward of all micro-batches but the last: DDP decides in forward": lambda f: (
+        f["clause"] == SENT
+    ),
+}
 
 
-@lab.exercise("Gradient accumulation equal to the big batch", importance=5, difficulty=3, minutes=20)
-def accumulated_step(step: Callable[..., Any]) -> str:
-    """Parity with the whole batch for equal and unequal micro-batches; gradients cross the wire once a step."""
-    evidence = ""
-    for ranks, sizes in ((1, [2, 2]), (2, [2, 2, 2]), (2, [3, 2, 1]), (3, [1, 1, 1, 1])):
-        run = run_ranks(on_ranks.accumulate, step, sizes, ranks=ranks, timeout=8)
-        for told in run.results:
-            _right_accumulation(told, sizes)
-        if ranks > 1:
-            evidence = _travelled_once(run, sizes)
-    return f"equal to the big batch also for micro-batches of 3, 2 and 1 rows; {evidence}"
+def expected_of(model: nn.Module, by_rank: Sequence[Sequence[Batch]]) -> dict[str, Any]:
+    """Gradient and loss of all ranks' labels in one process, and what known mistakes give in their place."""
+    sums, counts, loss = [], [], 0.0
+    for batches in by_rank:
+        sums.append([]), counts.append([])
+        for tokens, labels in batches:
+            model.zero_grad()
+            summed = cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+            summed.backward()
+            loss += summed.item()
+            sums[-1].append(flat(model.parameters()))
+            counts[-1].append(int((labels != IGNORED).sum()))
+    ranks, total = len(by_rank), sum(map(sum, counts))
+    means = [[g / max(c, 1) for g, c in zip(*pair, strict=True)] for pair in zip(sums, counts, strict=True)]
+    return {
+        "gradient": sum(map(sum, sums)) / total,
+        "loss": loss / total,
+        "mean of means": sum(sum(m) / len(m) for m in means) / ranks,
+        "sum of means": sum(map(sum, means)) / ranks,
+        "each rank's mean": sum(sum(g) / max(sum(c), 1) for g, c in zip(sums, counts, strict=True)) / ranks,
+        "own": [sum(g) for g in sums],
+    }
 
 
-def _right_accumulation(told: dict[str, Any], sizes: list[int]) -> None:
-    if not told["kept"]:
-        raise NotYet("the optimizer never stepped: call optimizer.step() once, after the last micro-batch")
-    if len(told["kept"]) > 1:
-        raise NotYet(f"the optimizer stepped {len(told['kept'])} times: it steps once, after the last micro-batch")
-    got, expected, n = told["kept"][0], told["expected"], len(sizes)
-    hint = ratio_hint(
-        got,
-        expected,
-        {
-            n: f"your gradients are exactly {n} times too large: {n} micro-batch means were added up without their weights",
-            1 / n: f"your gradients are exactly {n} times too small: you divided by the number of micro-batches twice",
-        },
+def on_a_rank(step: Callable[..., Any], case: Any, seed: int) -> list[dict[str, Any]]:
+    """Steps under DDP, each beside what one process gets at the same weights."""
+    torch.manual_seed(seed)
+    model, rank, seen = Tagger(), dist.get_rank(), []
+    twin, wrapped = copy.deepcopy(model), DistributedDataParallel(model)
+    optimizer, gradients, tokens_at_once = torch.optim.SGD(model.parameters(), lr=0.3), [], []
+    optimizer.register_step_pre_hook(lambda *_: gradients.append(flat(model.parameters())))
+
+    def ran(module: nn.Module, args: Any, logits: torch.Tensor) -> None:
+        if logits.requires_grad:
+            tokens_at_once.append(args[0].numel())
+            logits.register_hook(lambda _: tokens_at_once.append(0))  # its backward
+
+    model.register_forward_hook(ran)
+    for number_of_step in range(STEPS):
+        generator = torch.Generator().manual_seed(seed + number_of_step)
+        by_rank = [[micro_batch(*sizes, generator) for sizes in rank_sizes] for rank_sizes in case]
+        twin.load_state_dict(model.state_dict())
+        expected = expected_of(twin, by_rank)
+        gradients.clear(), tokens_at_once.clear()
+        dist.barrier()
+        given = [(tokens.clone(), labels.clone()) for tokens, labels in by_rank[rank]]
+        loss = step(wrapped, optimizer, given)
+        seen.append({"expected": expected, "gradients": list(gradients), "events": list(tokens_at_once), "loss": loss})
+    return seen
+
+
+def check(step: Callable[..., Any], cases: Sequence[Any]) -> str:
+    seed = fresh_seed()
+    with named_seed(seed):
+        for case in cases:
+            run, ranks = run_ranks(on_a_rank, step, case, seed, ranks=len(case)), len(case)
+            for n in range(STEPS):
+                for rank, seen in enumerate(run.results):
+                    _right(seen[n], case[rank], f"rank {rank} of {ranks}, step {n + 1}", rank, n)
+            contract = Contract(HINTS, {"step": 0}, about=f"equal to one process on {ranks} ranks")
+            total = 4 * sum(p.numel() for p in Tagger().parameters() if p.requires_grad)
+            phase = [c for c in run.collectives if c.rank == 0 and c.kind not in ("barrier", "broadcast")]
+            sent = sum(c.bytes for c in phase) // STEPS
+            contract.memory(SENT, sent, at_least=total, at_most=total + SLACK)
+    return contract.evidence()
+
+
+def _right(seen: dict[str, Any], sizes: Sequence[tuple[int, int, int]], about: str, rank: int, step: int) -> None:
+    expected, events, steps = seen["expected"], seen["events"], seen["gradients"]
+
+    def like(name: str, *, scaled: bool = False) -> bool:
+        if contract.facts["clause"] != GRADIENT:
+            return False
+        wrong = expected[name][rank] if name == "own" else expected[name]
+        factor = float(steps[0] @ wrong / (wrong @ wrong)) if scaled else 1.0
+        return bool(factor) and torch.allclose(steps[0], factor * wrong, rtol=1e-3, atol=1e-6)
+
+    contract = Contract(HINTS, {"step": step, "like": like}, about)
+    contract.holds(len(steps) == 1, f"the optimizer steps {len(steps)} times, and should once")
+    largest = max(rows * length for rows, length, _ in sizes)
+    at_once = f"{max(events, default=0)} tokens go through the model at once, and the largest micro-batch has {largest}"
+    contract.holds(max(events, default=0) <= largest, at_once)
+    turns = all(bool(one) != bool(other) for one, other in zip(events, events[1:], strict=False))
+    contract.holds(
+        turns and events.count(0) == len(events) / 2, "each forward pass is to be followed by its backward()"
     )
-    if hint:
-        raise NotYet(hint)
-    if len(set(sizes)) > 1 and (len(got) != len(expected) or not same(got, expected)):
-        raise NotYet(
-            f"with micro-batches of {sizes} rows the gradients differ from the big batch's: a mean of means weighs the "
-            "small micro-batch as much as the large one; weigh each loss by its share of the rows"
-        )
-    close(got, expected, rtol=RTOL, atol=ATOL, what="the gradient before the optimizer's step")
-    got, expected = told["second"]
-    if set(got) != set(expected) or not same(got, expected):
-        raise NotYet(
-            "the first step is right and the second is not: gradients are left over from the first, and the second adds to "
-            "them. Call zero_grad() once a step, before the first micro-batch or after the optimizer's step"
-        )
-    forwards = [rows for rows in told["passes"] if rows]
-    if max(forwards) > max(sizes):
-        raise NotYet(
-            f"the model is given {max(forwards)} rows at once, and a micro-batch has {max(sizes)} at most: that is the big "
-            "batch, whose activations do not fit. Run the micro-batches one after the other"
-        )
-    if any(one and other for one, other in zip(told["passes"], told["passes"][1:], strict=False)):
-        raise NotYet(
-            "two forward passes come one after the other, so the graphs of several micro-batches are in memory at once: call "
-            "backward() for each micro-batch before the next one's forward"
-        )
-    loss = returned(told["loss"], (int, float), "the loss that your step returns")
-    close(loss, told["expected_loss"], rtol=1e-4, what="the loss that your step returns")
+    contract.values(GRADIENT, steps[0], expected["gradient"], rtol=1e-3, atol=1e-6)
+    contract.values("the loss", number(seen["loss"], "the loss that you return"), expected["loss"], rtol=1e-3)
 
 
-def _travelled_once(run: Run, sizes: list[int]) -> str:
-    total = run.results[0]["gradient_bytes"]
-    sent = sum(c.bytes for c in phases(run, 0)[1] if c.kind == "all_reduce")
-    times = sent / total
-    if times > 1.05:
-        raise NotYet(
-            f"the gradients crossed the wire {times:.0f} times in one step of {len(sizes)} micro-batches: use no_sync() "
-            "for all but the last, around forward and backward both (DDP decides in forward)"
-        )
-    if times < 0.95:
-        raise NotYet("the gradients never crossed the wire: the last micro-batch must synchronise")
-    return f"{sent:,} bytes of gradients a step, once for {len(sizes)} micro-batches"
+@lab.exercise("Accumulate, and communicate once", importance=5, difficulty=3, minutes=20)
+def accumulated_step(step: Callable[..., Any]) -> str:
+    """The gradient of all labels of equally loaded ranks, micro-batch by micro-batch, sent once a step."""
+    return check(step, EQUAL)
