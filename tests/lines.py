@@ -38,15 +38,15 @@ ROOMS = {
     "course_tools/monitoring": (744, 450),
     "course_tools/doctor": (718, 450),
     "course_tools": (151, 150),  # where to go on, and the notebook there
-    "course_checks/harness": (1150, 700),  # clauses and hints; what they replace goes with the labs that use it
-    "course_checks": (10596, 3850),  # a long message is wrapped
+    "course_checks/harness": (1139, 700),  # clauses and hints; what they replace goes with the labs that use it
+    "course_checks": (10828, 3850),  # lab 4 runs on ranks, and starts a script under a witness
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
-    "tests/planted": (3424, 1300),
+    "tests/planted": (3224, 1300),
     "tests": (
         15091,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser
-    "benchmarks": (2343, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one
+    "benchmarks": (2321, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one
     "site": (469, 450),
 }
 

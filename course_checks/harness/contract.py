@@ -11,15 +11,14 @@ The first clause that does not hold raises NotYet with its own sentence, and wit
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from course_checks.harness.comparing import NotYet, close
 from course_lib.units import nice_bytes
 
 if TYPE_CHECKING:
-    from course_lib.observe import Collective
+    pass
 
 Facts = dict[str, Any]
 Hints = Mapping[str, Callable[[Facts], bool]]
@@ -55,16 +54,6 @@ class Contract:
             allowed = f"at most {nice_bytes(at_most)}" if seen > at_most else f"at least {nice_bytes(at_least)}"
             raise self.broken(f"{what} takes {nice_bytes(seen)}, and should take {allowed}", what)
         self.say(f"{what}: {nice_bytes(seen)} of {nice_bytes(at_most)}")
-
-    def traffic(self, what: str, collectives: Iterable[Collective], calls: Mapping[str, int]) -> None:
-        """So many calls of each kind on one rank, and none of another kind; barriers do not count."""
-        listed = [collective for collective in collectives if collective.kind != "barrier"]
-        seen = dict(Counter(collective.kind for collective in listed))
-        self.facts[what] = seen
-        if seen != dict(calls):
-            told, wanted = (", ".join(f"{n} {kind}" for kind, n in each.items()) or "nothing" for each in (seen, calls))
-            raise self.broken(f"{what} sends {told}, and should send {wanted}", what)
-        self.say(f"{what}: {nice_bytes(sum(collective.bytes for collective in listed))} sent")
 
     def holds(self, clause: bool, sentence: str) -> None:
         """Anything else; `sentence` says what does not hold."""

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from course_lib.launch.rank import PEER_LOST
 from course_lib.notebook.contents import ROOT
 
 ONE_GPU = ROOT / "labs" / "04_ddp_accelerate" / "one_gpu.py"
-BATCH, ACCUMULATE, STEPS, SAVED_AT, DIES_AT, RANKS = 12, 2, 8, 3, 5, 2
+BATCH, ACCUMULATE, STEPS, SAVED_AT, DIES_AT, RANKS = 24, 3, 8, 3, 5, 2
 GRADIENT_BYTES = 4 * (12 * 64 + 64 + 64 * 64 + 64 + 64 * 5 + 5)
+GRADIENT = "the gradient at the optimizer's step, times a fixed vector,"
 HINTS = {
     "a prepared scheduler moves once per process: leave it out of prepare(), or count in its unit": lambda f: (
         f["clause"] == "the learning rate" and f["the learning rate"] < f["lr"]
@@ -28,13 +30,16 @@ HINTS = {
         f["clause"] == "the learning rate" and f["resumed"]
     ),
     "accelerator.backward() divides by the number of micro-batches already": lambda f: f["times"](1 / ACCUMULATE),
-    "clip once, when gradients are synchronised: before, the gradient is not whole": lambda f: (
-        f["clause"] == "its norm"
+    "is it clipped once, when gradients are synchronised? Before, it is not whole": lambda f: (
+        f["clause"] in ("its norm", GRADIENT)
     ),
     "is it the loss of this rank alone? accelerator.reduce(loss, 'mean')": lambda f: f["clause"] == "the losses",
     "rows that fill up the last batch count twice: gather_for_metrics() drops them": lambda f: (
         f["clause"] == "the accuracy"
     ),
+    "a resumed run goes on where it stopped: are the steps done saved and loaded, the scheduler's too?": lambda f: f[
+        "resumed"
+    ],
 }
 
 
@@ -58,10 +63,16 @@ def many_gpus(path: Callable[[], Any]) -> str:
         seen = _run(script, Path(folder, "run"), torchrun, dies_at=DIES_AT)
         for rank in range(RANKS):
             _right(seen, rank, alone.ranks[0], 0, DIES_AT)
+        states = [len(list(Path(folder, "run").rglob(f"random_states_{rank}.pkl"))) for rank in range(RANKS)]
+        if states[0] and not all(states):
+            raise NotYet("only rank 0's random state is saved: every rank calls save_state()")
         seen = _run(script, Path(folder, "run"), torchrun)
         for rank in range(RANKS):
             _right(seen, rank, alone.ranks[0], SAVED_AT, STEPS)
     contract = Contract(HINTS)
+    times = Counter(line["step"] for line in seen.losses)
+    once = all(count == 1 if step <= SAVED_AT else count <= 2 for step, count in times.items())
+    contract.holds(once, f"losses.jsonl has lines twice, step: times {dict(times)}. One rank writes it")
     steps = {line["step"]: line["loss"] for line in seen.losses}
     contract.holds(sorted(steps) == [*range(1, STEPS + 1)], f"losses.jsonl has the steps {sorted(steps)}")
     wanted = [line["loss"] for line in alone.losses]
@@ -69,7 +80,7 @@ def many_gpus(path: Callable[[], Any]) -> str:
     contract.values("the accuracy", seen.accuracy, alone.accuracy, rtol=1e-6)
     return (
         f"{RANKS} ranks under DDP, killed in step {DIES_AT} and resumed after step {SAVED_AT}: rows, rates, gradients, losses and "
-        f"accuracy of one process; {seen.ranks[0][0]['sent']:,} bytes all-reduced in a step"
+        f"accuracy of one process; {seen.ranks[0][1]['sent']:,} bytes all-reduced in a step"
     )
 
 
@@ -95,7 +106,7 @@ def _run(script: Path, folder: Path, launcher: str, dies_at: int = 0) -> _Seen:
     folder.mkdir(exist_ok=True)
     witness = Path(tempfile.mkdtemp(dir=folder.parent))
     command = f"{launcher} -m course_checks.lab04.witness '{script}' --folder '{folder}' --batch-size {BATCH} "
-    command += f"--accumulate {ACCUMULATE} --save-every {SAVED_AT} --max-norm 0.5 --seed 0"
+    command += f"--accumulate {ACCUMULATE} --save-every {SAVED_AT} --max-norm 0.4 --seed 7"
     where = {"WITNESS": str(witness), "DIES_AT": str(dies_at), "TMPDIR": str(folder.parent)}
     with Background(command, CUDA_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="true", **where) as running:
         output = running.wait(90, check=False)
@@ -124,9 +135,7 @@ def _right(seen: _Seen, rank: int, expected: list[dict[str, Any]], begin: int, e
             "times": lambda f, s=step, r=right: abs(s["norm"] / r["norm"] / f - 1) < 0.01,
         }
         micro = BATCH // ACCUMULATE // RANKS
-        contract.holds(
-            step["at_once"] == micro, f"{step['at_once']} rows go through the model at once, and not {micro}"
-        )
+        contract.holds(step["at_once"] == micro, f"{step['at_once']} rows go through the model at once, not {micro}")
         mine = [row for row in step["rows"] if row in right["rows"]]
         told = f"{len(mine)} of the {len(step['rows'])} rows are of the batch that one process takes here"
         contract.holds(len(mine) == len(step["rows"]) == BATCH // RANKS, told)
@@ -135,10 +144,9 @@ def _right(seen: _Seen, rank: int, expected: list[dict[str, Any]], begin: int, e
         contract.holds(not shared, f"{len(shared)} of its rows the other rank trains on, too")
         contract.values("the learning rate", step["lr"], right["lr"], rtol=1e-6)
         contract.values("its norm", step["norm"], right["norm"], rtol=1e-3)
-        contract.values("the gradient at the optimizer's step", step["along"], right["along"], rtol=1e-2, atol=1e-3)
-        contract.memory("what it all-reduces", step["sent"], at_least=GRADIENT_BYTES, at_most=GRADIENT_BYTES + SLACK)
+        contract.values(GRADIENT, step["along"], right["along"], rtol=1e-2, atol=1e-3)
+        if number > begin + 1:  # before the first one, weights and random states travel
+            contract.memory("what it sends", step["sent"], at_least=GRADIENT_BYTES, at_most=GRADIENT_BYTES + SLACK)
     if end == STEPS:
         most = expected[-1]["tested"] / RANKS + 8
-        contract.holds(
-            0 < last["tested"] <= most, f"it evaluates {last['tested']} of {expected[-1]['tested']} test rows"
-        )
+        contract.holds(0 < last["tested"] <= most, f"it evaluates {last['tested']} rows, and {most:.0f} at most")

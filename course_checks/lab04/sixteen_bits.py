@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from course_checks.harness import Contract, NotYet, fresh_seed, named_seed, run_ranks
-from course_checks.lab04.common import Tagger, flat, lab, micro_batch
-from course_lib.observe import Collective
+from course_checks.lab04.common import Tagger, flat, lab, micro_batch, on_link
 
 STEPS, BUCKET, LR = 4, 3000, 0.3
 ROUNDING = 2.0**-8 * 1.02  # half of bf16's last place, relative
@@ -60,13 +59,6 @@ def on_a_rank(hook: Callable[..., Any], seed: int) -> list[dict[str, Any]]:
     return seen
 
 
-def on_link(collective: Collective) -> float:
-    """Bytes that a rank sends for it, as gloo and NCCL send large tensors."""
-    n = len(collective.group)
-    shares = {"all_reduce": 2 * (n - 1) / n, "all_gather": n - 1, "broadcast": 0, "recv": 0, "barrier": 0, "send": 1}
-    return shares.get(collective.kind, (n - 1) / n) * collective.bytes
-
-
 @lab.exercise("Sixteen bits on the link", importance=4, difficulty=4, minutes=25)
 def sixteen_bit_hook(hook: Callable[..., Any]) -> str:
     """The bytes of an all-reduce in bf16; each number rounded before it is sent and once as the mean, not in the sum."""
@@ -76,6 +68,8 @@ def sixteen_bit_hook(hook: Callable[..., Any]) -> str:
             run = run_ranks(on_a_rank, hook, seed, ranks=ranks)
             for rank, steps in enumerate(run.results):
                 for step, seen in enumerate(steps):
+                    same = torch.equal(seen["mean"], run.results[0][step]["mean"])
+                    Contract(about=f"{ranks} ranks").holds(same, f"ranks 0 and {rank} end up with different gradients")
                     mine = [other[step]["own"] for other in run.results]
                     _rounded_twice(seen, mine, f"rank {rank} of {ranks}, step {step + 1}")
             log = [c for c in run.collectives if c.rank == 0]

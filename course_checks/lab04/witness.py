@@ -40,7 +40,7 @@ def main() -> None:
 
     def write() -> None:
         nonlocal since
-        sent = sum(c.bytes for c in recorder.log[since:] if c.kind == "all_reduce")
+        sent = sum(c.bytes for c in recorder.log[since:] if c.kind != "barrier")
         since = len(recorder.log)
         file.write(json.dumps(seen | {"sent": sent}) + "\n")
         file.flush()

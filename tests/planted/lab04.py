@@ -24,7 +24,7 @@ MUTANTS = [
     ("accumulated_step", "(labels != -100).sum()", "labels.numel()", ""),
     ("accumulated_step", "return loss.item() / dist.get_world_size()", "return loss.item()", "the loss"),
     ("accumulated_step", 'reduction="sum")\n            (summed / counted)', 'reduction="mean").nan_to_num()\n            (summed / len(micro_batches))', "means"),
-    ("accumulated_step", 'reduction="sum")\n            (summed / counted)', 'reduction="mean").nan_to_num()\n            (summed)', "added up"),
+    ("accumulated_step", 'reduction="sum")\n            (summed / counted)', 'reduction="mean").nan_to_num()\n            (summed)', ""),
     ("accumulated_step", "            (summed / counted).backward()", "            loss = loss + summed / counted\n        if number == len(micro_batches):\n            loss.backward()", "followed by"),
     ("accumulated_step", "(summed / counted).backward()", "(summed / counted * dist.get_world_size()).backward()", "multiple"),
     *(("uneven_step", *mutant) for mutant in _ACCUMULATION[:2]),
@@ -39,10 +39,10 @@ MUTANTS = [
     ("sixteen_bit_hook", "    dist.all_to_all_single(received, sent)\n    mean = received.view(ranks, -1).float().mean(0)", "    dist.all_reduce(sent)\n    mean = sent.float().view(ranks, -1)[dist.get_rank()] / ranks", ""),
     ("best_bucket", "held >= bucket or", "held + layer.gradient_bytes > bucket or", ""),
     ("best_bucket", "2 * (ranks - 1) * link.latency +", "", "latency"),
-    ("best_bucket", "2 * (ranks - 1) * link.latency +", "link.latency +", "latency"),
+    ("best_bucket", "2 * (ranks - 1) * link.latency +", "link.latency +", "you predict"),
     ("best_bucket", "2 * (ranks - 1) / ranks * held", "held", "2(n-1)/n"),
     ("best_bucket", "max(now, free) + travels", "now + travels", "still carries"),
-    ("best_bucket", "sum(layer.forward for layer in layers), 0.0, 0", "0.0, 0.0, 0", "forward"),
+    ("best_bucket", "sum(layer.forward for layer in layers), 0.0, 0", "0.0, 0.0, 0", "you predict"),
     ("best_bucket", "best = min(closing, key=predicted)", "best = 25 * 2**20", "make a step"),
     ("repaired", "list(model.state_dict().values())", "list(model.parameters())", "rank 0's"),
     ("repaired", "[dist.get_rank()]\n", "[0]\n", ""),
@@ -58,10 +58,11 @@ MUTANTS = [
 ]  # fmt: skip
 SCRIPT_MUTANTS = [
     ("accelerator.prepare(model, optimizer, loader, DataLoader(test, 8))", "(model, optimizer, *accelerator.prepare(loader, DataLoader(test, 8)))", "DistributedDataParallel"),
-    ("    accelerator.register_for_checkpointing(scheduler)\n", "    scheduler = accelerator.prepare(scheduler)\n", "learning rate"),
+    ("total_iters=len(train) // batch_size", "total_iters=len(train) // batch_size // accelerator.num_processes", "learning rate"),
     ("    accelerator.register_for_checkpointing(scheduler)\n", "", ""),
     ("accelerator.backward(loss)", "accelerator.backward(loss / accumulate)", "divides"),
     ("accelerator.gather_for_metrics(", "accelerator.gather(", "gather_for_metrics"),
+    ("            if accelerator.sync_gradients:\n                accelerator.clip", "            if True:\n                accelerator.clip", "clipped once"),
 ]  # fmt: skip
 
 _PIECES = """
@@ -104,8 +105,5 @@ def {name}(model, optimizer, micro_batches):
 RIGHT = {
     "accumulated_step": [_BY_HAND.format(name="accumulated_step")],
     "sixteen_bit_hook": [_PIECES],
-    "best_bucket": [],
-    "repaired": [],
-    "many_gpus": [],
     "uneven_step": [_BY_HAND.format(name="uneven_step")],
 }
