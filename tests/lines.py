@@ -18,7 +18,7 @@ ROOMS = {
         3116,
         2300,
     ),  # how a rank's process ends is worth 82 lines, and emulated GPUs came from training
-    "course_lib/observe": (2017, 1150),  # memory snapshots, emulated where there is no GPU, and read on both
+    "course_lib/observe": (2018, 1150),  # memory snapshots, emulated or real; an all-to-all's formula
     "course_lib/collectives": (713, 650),
     "course_lib/memory": (2854, 2300),
     "course_lib/parallel": (668, 550),  # when a bucket travels, by arithmetic
@@ -29,7 +29,7 @@ ROOMS = {
         1518,
         600,
     ),  # every cell says that it runs, the map is a page of cards, and buckets have sliders
-    "course_lib/figures": (2019, 950),  # a figure becomes a compact SVG
+    "course_lib/figures": (2008, 950),  # a figure becomes a compact SVG
     "course_lib": (600, 300),  # a lesson's opening picture in Colab
     "course_tools/planning": (3691, 2500),
     "course_tools/axolotl": (3089, 2000),  # a notebook needs no remark that it waits
@@ -38,8 +38,8 @@ ROOMS = {
     "course_tools/monitoring": (744, 450),
     "course_tools/doctor": (718, 450),
     "course_tools": (151, 150),  # where to go on, and the notebook there
-    "course_checks/harness": (1139, 700),  # clauses and hints; what they replace goes with the labs that use it
-    "course_checks": (10828, 3850),  # lab 4 runs on ranks, and starts a script under a witness
+    "course_checks/harness": (1136, 700),  # clauses and hints; what they replace goes with the labs that use it
+    "course_checks": (10826, 3850),  # lab 4 runs on ranks, and starts a script under a witness
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (3224, 1300),
     "tests": (

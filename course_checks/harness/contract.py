@@ -12,13 +12,10 @@ The first clause that does not hold raises NotYet with its own sentence, and wit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from course_checks.harness.comparing import NotYet, close
 from course_lib.units import nice_bytes
-
-if TYPE_CHECKING:
-    pass
 
 Facts = dict[str, Any]
 Hints = Mapping[str, Callable[[Facts], bool]]

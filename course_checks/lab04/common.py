@@ -44,7 +44,5 @@ def micro_batch(rows: int, length: int, counted: int, generator: torch.Generator
 
 
 def on_link(collective: Collective) -> float:
-    """Bytes that a rank sends for it, as gloo and NCCL send large tensors."""
-    n = len(collective.group)
-    shares = {"all_reduce": 2 * (n - 1) / n, "all_gather": n - 1, "recv": 0, "barrier": 0, "send": 1, "broadcast": 1}
-    return shares.get(collective.kind, (n - 1) / n) * collective.bytes
+    """Bytes that a rank sends for it: `wire_bytes`, and all of what has no ring's formula, a broadcast for instance."""
+    return 0.0 if collective.kind in ("recv", "barrier") else collective.wire_bytes or collective.bytes

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from course_checks.harness import Contract, NotYet, fresh_seed, named_seed, run_ranks
+from course_checks.harness import Contract, NotYet, fresh_seed, named_seed, phases, run_ranks
 from course_checks.lab04.common import Tagger, flat, lab, micro_batch, on_link
 
 STEPS, BUCKET, LR = 4, 3000, 0.3
@@ -72,9 +72,8 @@ def sixteen_bit_hook(hook: Callable[..., Any]) -> str:
                     Contract(about=f"{ranks} ranks").holds(same, f"ranks 0 and {rank} end up with different gradients")
                     mine = [other[step]["own"] for other in run.results]
                     _rounded_twice(seen, mine, f"rank {rank} of {ranks}, step {step + 1}")
-            log = [c for c in run.collectives if c.rank == 0]
-            after = next(i for i, c in enumerate(log) if c.kind == "barrier")
-            sent, numbers = sum(map(on_link, log[after:])) / (STEPS - 1), len(run.results[0][0]["own"])
+            sent = sum(on_link(c) for phase in phases(run, 0)[1:] for c in phase) / (STEPS - 1)
+            numbers = len(run.results[0][0]["own"])
             least, contract = 2 * (ranks - 1) / ranks * 2 * numbers, Contract(HINTS, about=f"{ranks} ranks")
             contract.facts |= {"near": lambda _: False, "own": False}
             padding = 64 * ranks  # bytes: buckets need not divide

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from course_lib.figures.style import COLOURS, HATCHES, in_turn, legend_below, line_style, new_figure, patch, picture
+from course_lib.observe.trace import joined
 from course_lib.units import nice_number
 
 if TYPE_CHECKING:
     from course_lib.figures.style import Picture
 
-MANY = 60  # spans of a rank that still can be told apart
+MANY = 60  # more spans of a rank are drawn joined where nothing that could be seen lies between them
 KINDS = {  # what a span of a timeline is -> (colour, hatch)
     "forward": (COLOURS[4], ""),
     "backward": (COLOURS[0], ""),
@@ -52,12 +53,13 @@ def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str, names: Seque
     ticks, labels, shown = [], [], set()
     for rank, spans in enumerate(spans_by_rank):
         base = (ranks - 1 - rank) * 2.4
-        bars = [(span.kind, span.start, span.end) for span in spans if span.kind in KINDS]
-        for kind, start, end in bars if len(bars) < MANY else _joined(bars):
-            colour, hatch = KINDS[kind]
-            shown.add(kind)
-            low = base + (0 if kind == "collective" else 1.0)
-            bar = [((start - zero) * 1e3, (end - start) * 1e3)]
+        for span in spans if len(spans) < MANY else joined(spans, 1e-3 * (max(s.end for s in spans) - zero)):
+            if span.kind not in KINDS:
+                continue
+            colour, hatch = KINDS[span.kind]
+            shown.add(span.kind)
+            low = base + (0 if span.kind == "collective" else 1.0)
+            bar = [((span.start - zero) * 1e3, (span.end - span.start) * 1e3)]
             axis.broken_barh(bar, (low, 0.85), facecolors=colour, edgecolor="white", hatch=hatch, linewidth=0.4)
         ticks += [base + 1.4, base + 0.4]
         labels += [f"{names[rank]} computes", f"{names[rank]} all-reduces"]
@@ -71,19 +73,6 @@ def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str, names: Seque
         for name, count, end in zip(names, counts, ends, strict=True)
     )
     return picture(figure, f"{title}, as a timeline of computing with the collectives below it: {lanes}.")
-
-
-def _joined(bars: Sequence[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
-    """Neighbours of one kind with nothing between them that could be seen, as one."""
-    wide = 1e-3 * (max(end for *_, end in bars) - min(start for _, start, _ in bars))
-    joined = [bars[0]]
-    for kind, start, end in bars[1:]:
-        last_kind, last_start, last_end = joined[-1]
-        if kind == last_kind and start - last_end < wide:
-            joined[-1] = (kind, last_start, end)
-        else:
-            joined.append((kind, start, end))
-    return joined
 
 
 def bars(values: Mapping[str, float], *, ylabel: str, title: str) -> Picture:

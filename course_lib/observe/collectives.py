@@ -75,7 +75,8 @@ class Collective:
     def wire_bytes(self) -> float:
         """Bytes that a ring algorithm makes this rank send (Patarasuk & Yuan 2009); by formula, not by count."""
         n = len(self.group)
-        factor = {"all_reduce": 2 * (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_gather": n - 1.0}
+        share = (n - 1) / n
+        factor = {"all_reduce": 2 * share, "reduce_scatter": share, "all_gather": n - 1.0, "all_to_all": share}
         if self.kind in factor:
             return factor[self.kind] * self.bytes
         return float(self.bytes) if self.kind == "send" else 0.0

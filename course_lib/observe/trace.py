@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 MERGE_SECONDS = 100e-6  # operations of one kind that follow each other this closely are drawn as one
@@ -59,8 +59,8 @@ def trace_step(step: Callable[[], Any]) -> list[Span]:
     events = [e for e in recording.kineto_results.events() if e.name() != "[memory]"]
     on_gpu = [e for e in events if str(e.device_type()).endswith("CUDA")]
     on_cpu = [e for e in events if not str(e.device_type()).endswith("CUDA")]
-    spans = _joined(_cpu_spans(on_cpu))
-    return sorted(spans + _joined(_gpu_spans(on_gpu, on_cpu, spans)), key=lambda s: s.start)
+    spans = joined(_cpu_spans(on_cpu), MERGE_SECONDS)
+    return sorted(spans + joined(_gpu_spans(on_gpu, on_cpu, spans), MERGE_SECONDS), key=lambda s: s.start)
 
 
 def _kind(event: Any) -> str:
@@ -99,14 +99,14 @@ def _gpu_spans(events: list[Any], on_cpu: list[Any], cpu_spans: list[Span]) -> l
     return spans
 
 
-def _joined(spans: list[Span]) -> list[Span]:
-    """Nameless neighbours of one kind on one thread, with less than :data:`MERGE_SECONDS` between them, as one."""
-    joined: list[Span] = []
+def joined(spans: Sequence[Span], within: float) -> list[Span]:
+    """Nameless neighbours of one kind on one thread, with less than `within` seconds between them, as one."""
+    result: list[Span] = []
     for span in sorted(spans, key=lambda s: (s.thread, s.name, s.start)):
-        last = joined[-1] if joined else span
-        same = span.name == span.kind and (last.name, last.thread) == (span.name, span.thread)
-        if last is not span and same and span.start - last.end < MERGE_SECONDS:
-            last.end = max(last.end, span.end)
+        last = result[-1] if result else None
+        same = last and span.name == span.kind and (last.name, last.thread) == (span.name, span.thread)
+        if same and span.start - last.end < within:
+            result[-1] = replace(last, end=max(last.end, span.end))
         else:
-            joined.append(span)
-    return joined
+            result.append(span)
+    return result
