@@ -38,7 +38,9 @@ def parse(train: Callable[..., Any], argv: Sequence[str] | None = None) -> dict[
         if kind is bool:
             parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default)
         else:
-            parser.add_argument(option, type=kind, default=default, help=f"default: {default}")
+            required = default is parameter.empty
+            word = {"required": True} if required else {"default": default, "help": f"default: {default}"}
+            parser.add_argument(option, type=kind, **word)
     return vars(parser.parse_args(argv))
 
 
