@@ -1,6 +1,6 @@
 """ZeRO and FSDP2 on real ranks: bytes against their prediction, seconds against other launchers.
 
-1. Bytes at rest on each rank of 2, 3 and 4: every ZeRO stage, offloading, every FSDP2 setting, measured and predicted.
+1. Bytes at rest on each rank of 2, 3 and 4: ZeRO's stages 1 to 3, offloading, every FSDP2 setting, measured and predicted.
 2. Seconds a step and of starting: the course's FSDP2 program against Accelerate's, its ZeRO program by `launch` and torchrun
    against DeepSpeed's own launcher. Runs alternate, so that a noisy minute hits all of them.
 3. The peak of a step against `estimate`.
@@ -18,8 +18,11 @@ import os
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 MIB, LIMIT, PEAK = 2**20, 0.01, 0.05
@@ -27,8 +30,8 @@ BUCKET = 1_000_000  # elements; DeepSpeed's own 500 million are 2 GB on every ra
 BUFFERS = 128  # bytes of the tiny model's rotary frequencies, whole on every rank
 STEPS = 20
 
-# name -> (program, its settings, what `resident_bytes` is told, ranks that it needs or 0)
-ZERO = {f"ZeRO-{stage}": ("zero", {"stage": stage}, {"strategy": f"zero{stage}"}, 0) for stage in range(4)}
+# name -> (program, its settings or those of `deepspeed_config`, what `resident_bytes` is told, ranks that it needs or 0)
+ZERO = {f"ZeRO-{stage}": ("zero", {"stage": stage}, {"strategy": f"zero{stage}"}, 0) for stage in (1, 2, 3)}
 ZERO |= {
     f"ZeRO-{stage}, optimizer offloaded": (
         "zero", {"stage": stage, "offload": "optimizer"}, {"strategy": f"zero{stage}", "offload": "optimizer"}, 0,
@@ -37,8 +40,12 @@ ZERO |= {
 }  # fmt: skip
 ZERO["ZeRO-3, all offloaded"] = (
     "zero", {"stage": 3, "offload": "all"}, {"strategy": "zero3", "offload": "all"}, 0)  # fmt: skip
-ZERO["ZeRO-2, bf16"] = ("zero", {"stage": 2, "precision": "bf16"}, {"strategy": "zero2", "precision": "bf16"}, 0)
-ZERO["ZeRO-3, bf16"] = ("zero", {"stage": 3, "precision": "bf16"}, {"strategy": "zero3", "precision": "bf16"}, 0)
+ZERO |= {
+    f"ZeRO-{stage}, bf16": (
+        "zero", {"stage": stage, "bf16": {"enabled": True}}, {"strategy": f"zero{stage}", "precision": "bf16"}, 0,
+    )
+    for stage in (2, 3)
+}  # fmt: skip
 FSDP = {
     "FSDP2": ("fsdp", {}, {}, 0),
     "FSDP2, reshard no": ("fsdp", {"reshard_after_forward": "no"}, {"reshard_after_forward": False}, 0),
@@ -53,18 +60,38 @@ FSDP = {
 DDP = {"DDP": ("ddp", {}, {"strategy": "ddp"}, 0)}
 
 
-def run_all(cases: dict[str, tuple], **sizes: Any) -> dict[str, Any]:
-    """On a rank: every program after another; `zero` with the benchmark's bucket."""
+def deepspeed_config(stage: int, *, global_batch: int = 8, offload: str = "none", **top: Any) -> dict[str, Any]:
+    """DeepSpeed's configuration with the benchmark's bucket; `top` goes to its top level."""
+    section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
+    # stage 3 treats the small model as a large one: no prefetching, no reuse, nothing too small to shard
+    section |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    section |= {"stage3_param_persistence_threshold": 0}
+    if offload != "none":
+        section["offload_optimizer"] = {"device": "cpu"}
+        top["zero_force_ds_cpu_optimizer"] = False
+    if offload == "all":
+        section["offload_param"] = {"device": "cpu"}
+    return {"train_batch_size": global_batch, "gradient_clipping": 0.0, "zero_optimization": section} | top
+
+
+def module_of(program: str) -> ModuleType:
     import importlib
 
+    return importlib.import_module(f"course_lib.training.{'' if program in ('ddp', 'zero') else 'sharded.'}{program}")
+
+
+def run_all(cases: dict[str, tuple], *, global_batch: int = 8, **sizes: Any) -> dict[str, Any]:
+    """On a rank: every program after another."""
     import torch
 
     torch.set_num_threads(1)
     found = {}
     for name, (program, settings, *_) in cases.items():
-        module = importlib.import_module(f"course_lib.training.{'' if program == 'ddp' else 'sharded.'}{program}")
-        more = {"bucket_elements": BUCKET} if program == "zero" else {}
-        found[name] = module.train(**sizes, **settings, **more)
+        if program == "zero":
+            settings = {"config": deepspeed_config(global_batch=global_batch, **settings)}
+        else:
+            settings = {"global_batch": global_batch, **settings}
+        found[name] = module_of(program).train(**sizes, **settings)
         gc.collect()  # an engine is full of cycles
     return found
 
@@ -112,12 +139,9 @@ def resident() -> dict[str, bool]:
 
 def by_launch(program: str, settings: dict[str, Any]) -> tuple[float, float]:
     """(seconds a step, seconds around the steps)."""
-    import importlib
-
     from course_lib.launch import launch
 
-    module = importlib.import_module(f"course_lib.training.{'' if program == 'ddp' else 'sharded.'}{program}")
-    run = launch(module.train, ranks=2, quiet=True, timeout=300, threads=1, steps=STEPS, **settings)
+    run = launch(module_of(program).train, ranks=2, quiet=True, timeout=300, threads=1, steps=STEPS, **settings)
     step = run.results[0].median_step
     return step, run.seconds - STEPS * step
 
@@ -144,15 +168,17 @@ def _accelerator() -> str:
 
 
 def seconds(rounds: int) -> dict[str, bool]:
-    zero = {"stage": 2, "bucket_elements": BUCKET}
-    words = f"course_lib.training.sharded.zero --stage 2 --bucket-elements {BUCKET}"
+    folder = tempfile.TemporaryDirectory()
+    file = Path(folder.name, "ds_config.json")
+    file.write_text(json.dumps(deepspeed_config(2)))
+    words = f"course_lib.training.zero --config {file}"
     races: dict[str, dict[str, Callable[[], tuple[float, float]]]] = {
         "FSDP2: the course's program against Accelerate's": {
             "fsdp.train, launch": lambda: by_launch("fsdp", {}),
             "accelerate_fsdp.train, launch": lambda: by_launch("accelerate_fsdp", {}),
         },
         "ZeRO-2: the course's launchers against DeepSpeed's": {
-            "zero.train, launch": lambda: by_launch("zero", zero),
+            "zero.train, launch": lambda: by_launch("zero", {"config": str(file)}),
             "zero.train, torchrun": lambda: by_command(f"torchrun --nproc_per_node 2 -m {words}"),
             "zero.train, deepspeed --num_gpus 2": lambda: by_command(
                 f"deepspeed --num_gpus 2 --master_port {{port}} --module {words}"
@@ -197,7 +223,6 @@ def peaks() -> dict[str, bool]:
         **{name: ZERO[name] for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3")},
         "FSDP2": FSDP["FSDP2"],
         "FSDP2, reshard no": FSDP["FSDP2, reshard no"],
-        "ZeRO-2, checkpointed": ("zero", {"stage": 2, "activation_checkpointing": "full"}),
         "FSDP2, 2 micro-batches": ("fsdp", {"gradient_accumulation_steps": 2}),
         "ZeRO-1, 2 micro-batches": ("zero", {"stage": 1, "gradient_accumulation_steps": 2}),
         "ZeRO-2, 2 micro-batches": ("zero", {"stage": 2, "gradient_accumulation_steps": 2}),
@@ -211,7 +236,6 @@ def peaks() -> dict[str, bool]:
         told = estimate(
             shape_of("tiny"), strategy=f"zero{settings['stage']}" if program == "zero" else "fsdp", ranks=2, precision="fp32",
             micro_batch_size=4 // micro_batches, num_microbatches=micro_batches, seq_len=128, device="cpu", bucket_elements=BUCKET,
-            step="loop" if program == "zero" else "fused", activation_checkpointing=settings.get("activation_checkpointing", "none"),
             reshard_after_forward=settings.get("reshard_after_forward") != "no",
         )  # fmt: skip
         error = told.peak / found[name].memory["peak"] - 1

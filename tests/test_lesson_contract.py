@@ -45,7 +45,6 @@ EXTRA = {("07_axolotl", "seconds"): 90}
 EXCEPTIONS: dict[str, str] = {
     "02_single_gpu": "words cells lines longest_cell figures seconds longest_wait opening closing typed taught",
     "03_collectives": "longest_cell figures opening closing devices",
-    "05_deepspeed_zero": "words cells lines longest_cell figures longest_wait opening closing typed devices taught",
     "06_fsdp": "words cells lines longest_cell figures seconds longest_wait opening closing typed devices taught",
     "07_axolotl": "words cells lines opening closing typed devices",
     "08_3d_parallelism": "words cells lines longest_cell figures seconds longest_wait opening closing typed taught",
@@ -494,7 +493,7 @@ def the_real_one(steps):
 {TRAIN}
     ### END SOLUTION
 """,
-    "course_lib/training/sharded/zero.py": f'def train(*, steps: int = 2) -> None:\n    """Train."""\n{TRAIN}',
+    "course_lib/training/zero.py": f'def train(*, steps: int = 2) -> None:\n    """Train."""\n{TRAIN}',
 }
 LESSON_END, DEEPER_END = "%% markdown\n## What you can now do", "%% markdown\n## Sources\n- [Notes"
 ASK, MEASURED = 'held_guess = ask("Held by a rank", unit="bytes")', "measured(held_guess, held)"

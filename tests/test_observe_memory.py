@@ -173,11 +173,16 @@ def hold_all() -> dict[str, dict]:
         held["FSDP2"] = held_slices(model, optimizer)
         optimizer.step()
     for stage in (2, 3) if importlib.util.find_spec("deepspeed") else ():
-        from course_lib.training.sharded.zero_config import zero_config
-        from course_lib.training.sharded.zero_engine import initialize
+        from course_lib.on_cpu.deepspeed import prepare_deepspeed
 
-        config = zero_config(stage, ranks=2, global_batch=2, bucket_elements=10**6)
-        engine = initialize(tiny_llama(layers=1), config)
+        prepare_deepspeed()
+        import deepspeed
+
+        sizes = {"reduce_bucket_size": 10**6, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
+        config = {"train_batch_size": 2, "zero_optimization": {"stage": stage, "stage3_max_reuse_distance": 0} | sizes}
+        model = tiny_llama(layers=1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         for _ in range(2):
             engine.backward(engine(input_ids=ids, labels=ids).loss)
             held[f"ZeRO-{stage}"] = held_slices(engine)

@@ -6,15 +6,16 @@ import importlib
 import json
 import shlex
 
+import pytest
 import yaml
 from plan_cases import HUGE, LLAMA, a_plan
 from refusals import assert_refused
 
 from course_lib.training.command_line import parse
-from course_lib.training.sharded.zero_config import batch_sizes, check_config
 from course_tools.axolotl.check import check
 from course_tools.planning import plan
-from course_tools.planning.files import files, program_of, targets_of, why_not, write
+from course_tools.planning.files import deepspeed, files, program_of, targets_of, why_not, write
+from course_tools.planning.files.programs import not_said
 from course_tools.planning.small_run import run, shrunk
 
 # Every program of the course, by a plan that it runs
@@ -36,8 +37,9 @@ def text_of(one_plan, target):
     return text
 
 
-def words_of(text):
+def words_of(one_plan):
     """What torchrun's script gives to the launcher, the program, and what it gives to the program."""
+    text = files(one_plan, "torchrun")["torchrun.sh"]
     line = text[text.index("exec ") :].replace("\\\n", " ").replace('"$@"', "")
     words = shlex.split(line)
     module = words.index("-m")
@@ -46,10 +48,13 @@ def words_of(text):
 
 def test_the_line_of_torchrun_is_one_that_the_program_takes() -> None:
     for name, one_plan in PROGRAMS.items():
-        launcher, module, words = words_of(text_of(one_plan, "torchrun"))
+        launcher, module, words = words_of(one_plan)
         meant, arguments = program_of(one_plan)
         assert module == meant and meant.startswith("course_lib.training.") and meant.endswith(f".{name}")
         taken = parse(importlib.import_module(module).train, words)
+        if name == "zero":
+            assert taken["config"] == "$(dirname $0)/ds_config.json"  # beside the script
+            taken["config"] = json.loads(files(one_plan, "torchrun")["ds_config.json"])
         assert {key: taken[key] for key in arguments} == arguments, name
         ranks = one_plan.dp * one_plan.tp * one_plan.pp * one_plan.cp
         nodes = max(1, ranks // one_plan.machines.per_node)
@@ -59,7 +64,7 @@ def test_the_line_of_torchrun_is_one_that_the_program_takes() -> None:
 def test_the_grid_and_the_batch_arrive() -> None:
     rows = {
         "accelerate_ddp": {"global_batch": 8, "seq_len": 32, "gradient_accumulation_steps": 2},
-        "zero": {"stage": 3, "offload": "all", "activation_checkpointing": "full"},
+        "zero": {"seq_len": 32},
         "pipeline_parallel": {"schedule": "interleaved", "num_microbatches": 4, "virtual_stages": 3, "layers": 6},
         "three_d": {"dp": 4, "pp": 8, "tp": 2, "shard_data": True, "global_batch": 64, "layers": 8},
         "context_parallel": {"seq_len": 512},  # the tiny model knows no longer ones
@@ -67,16 +72,37 @@ def test_the_grid_and_the_batch_arrive() -> None:
     for name, expected in rows.items():
         assert expected.items() <= program_of(PROGRAMS[name])[1].items(), name
     # several machines meet at the first, whose address the caller gives
-    launcher, _, words = words_of(text_of(a_plan("fsdp", dp=16, **LLAMA | {"on": "2x8xh100-80gb"}), "torchrun"))
+    launcher, _, words = words_of(a_plan("fsdp", dp=16, **LLAMA | {"on": "2x8xh100-80gb"}))
     assert "--rdzv_endpoint=$endpoint" in launcher and "--model=meta-llama/Llama-3.1-8B" in words
+
+
+def test_zero_s_program_gets_deepspeed_s_json_and_its_own_adam() -> None:
+    module, arguments = program_of(PROGRAMS["zero"])
+    assert arguments["config"] == deepspeed.config(PROGRAMS["zero"])
+    assert not_said(PROGRAMS["zero"], module, arguments) == ["keeps all activations"]
+    on_gpus = a_plan("zero2", offload="optimizer", **LLAMA)
+    wanted = {"zero_force_ds_cpu_optimizer": False}
+    assert program_of(on_gpus)[1]["config"] == deepspeed.config(on_gpus) | wanted
+    assert not wanted.keys() & deepspeed.config(on_gpus).keys()  # who brings DeepSpeed's own Adam keeps it
+
+
+def assert_sound(config, ranks):
+    """DeepSpeed knows each key of the ZeRO section, and the batch sizes agree."""
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    read = DeepSpeedZeroConfig(**config["zero_optimization"])  # an unknown key is an error there
+    assert read.stage == config["zero_optimization"]["stage"]
+    micro_batch, micro_batches = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
+    assert config["train_batch_size"] == micro_batch * micro_batches * ranks
 
 
 def test_deepspeed_s_json_is_sound() -> None:
     for stage, offload in ((1, "none"), (2, "optimizer"), (3, "optimizer"), (3, "all")):
         one_plan = a_plan(f"zero{stage}", micro_batch_size=3, num_microbatches=4, offload=offload, **LLAMA)
         config = json.loads(text_of(one_plan, "deepspeed"))
-        check_config(config, ranks=2)
-        assert batch_sizes(config, ranks=2) == (24, 3, 4)
+        assert_sound(config, ranks=2)
+        assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"]) == (24, 3)
         assert config["gradient_clipping"] == 0.0 and config["bf16"] == {"enabled": True}
         zero = config["zero_optimization"]
         offloaded = ("offload_optimizer" in zero, "offload_param" in zero)
@@ -153,7 +179,7 @@ def test_what_the_planner_plans_can_be_written_and_run_small() -> None:
                 if target == "axolotl":
                     assert not check(yaml.safe_load(text_of(one_plan, target)), gpus=on).errors
                 elif target == "deepspeed":
-                    check_config(json.loads(text_of(one_plan, target)), ranks=one_plan.dp, free=2**50)
+                    assert_sound(json.loads(text_of(one_plan, target)), ranks=one_plan.dp)
     small = shrunk(HUGE)
     assert (small.dp, small.tp, small.pp, small.virtual_stages, small.machines.cpu) == (2, 2, 2, 1, True)
     assert (small.strategy, small.activation_checkpointing, small.sequence_parallel) == ("zero1", "selective", True)

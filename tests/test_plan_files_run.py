@@ -22,6 +22,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not im
 
 SIZES = dict(steps=2, global_batch=8, seq_len=32)
 WEIGHTS = 803_968
+with_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +86,15 @@ def test_accelerate_launch_trains_by_its_yaml(oracle, tmp_path):
     assert result["losses"] == oracle and result["extra"]["local"] == WEIGHTS / 2
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@with_deepspeed
 def test_deepspeed_trains_by_its_json(oracle, tmp_path):
-    from course_lib.training.sharded import zero
+    from course_lib.training import zero
 
     (config,) = write(a_plan("zero2", offload="optimizer"), "deepspeed", tmp_path)
-    run = launch(zero.train, config_file=str(config), expect_ranks=2, **SIZES, ranks=2, quiet=True, timeout=240)
+    run = launch(zero.train, str(config), steps=2, seq_len=32, ranks=2, quiet=True, timeout=240)
     for outcome in run.results:
-        assert (outcome.wrapper, outcome.world_size, outcome.extra["stage"]) == ("DeepSpeedEngine", 2, 2)
-        assert outcome.extra["config"]["train_batch_size"] == 8 and outcome.extra["on_host"]["optimizer_state"] > 0
+        assert (outcome.wrapper, outcome.world_size) == ("DeepSpeedEngine", 2)
+        assert outcome.extra["on_host"]["optimizer_state"] > 0
         assert outcome.losses == oracle
 
 
@@ -101,6 +102,14 @@ def test_the_script_of_torchrun_trains_as_planned(oracle, tmp_path):
     (script,) = write(a_plan("single", dp=1, pp=2, num_microbatches=4), "torchrun", tmp_path)
     result = typed(f"bash {script} --steps=2")
     assert (result["wrapper"], result["world_size"]) == ("Schedule1F1B", 2)
+    assert result["losses"] == oracle
+
+
+@with_deepspeed
+def test_the_script_of_torchrun_finds_deepspeed_s_json_beside_itself(oracle, tmp_path):
+    script, _ = write(a_plan("zero2", offload="optimizer"), "torchrun", tmp_path / "a plan")
+    result = typed(f"bash '{script}' --steps=2")
+    assert (result["wrapper"], result["world_size"]) == ("DeepSpeedEngine", 2)
     assert result["losses"] == oracle
 
 

@@ -10,9 +10,8 @@ from typing import Any
 from course_checks.harness import NotYet, close, in_bytes, returned, run_ranks
 from course_checks.lab05 import on_ranks
 from course_checks.lab05.common import lab
-from course_lib.training.sharded.zero_config import batch_sizes, check_config
+from course_checks.lab05.config import Config, batch_sizes, check_config
 
-Config = dict[str, Any]
 RANKS, TIMEOUT = 2, 60.0  # seconds: DeepSpeed is imported on each rank
 GLOBAL_BATCH, MICRO_BATCH, ACCUMULATE, LR = 8, 2, 2, 1e-3
 

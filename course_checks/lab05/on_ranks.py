@@ -15,11 +15,11 @@ from torch import nn
 
 from course_checks.harness import bytes_behind_views, live_bytes, settled_bytes
 from course_checks.lab05.common import SLACK, slots
+from course_checks.lab05.config import batch_sizes
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
 from course_lib.observe.holdings import ZeroProbe
-from course_lib.training.sharded.zero_config import batch_sizes
-from course_lib.training.sharded.zero_engine import initialize
+from course_lib.on_cpu.deepspeed import assert_sharded, prepare_deepspeed
 
 STEPS, LR, DECAY = 3, 1e-2, 0.1
 VOCAB, WIDTH, LENGTH = 61, 24, 6
@@ -202,11 +202,23 @@ def train_on_shards(shards: list[dict[str, Any]] | None, first: int, last: int, 
 
 # -------------------------------------------------------------------------------------------------- DeepSpeed's own engine
 def train_by_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Two steps by a DeepSpeed configuration, beside one rank's AdamW on the whole batch."""
+    """Two steps by a DeepSpeed configuration, beside one rank's AdamW on the whole batch.
+
+    Its AdamW is PyTorch's: DeepSpeed's own would have to be compiled first.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = tiny_llama(hidden=32, layers=1)
     twin = copy.deepcopy(model)
-    engine = initialize(model, config)
+    config = copy.deepcopy(config) | {"zero_force_ds_cpu_optimizer": False}
+    settings = config.pop("optimizer")["params"]
+    for name in ("torch_adam", "adam_w_mode"):  # DeepSpeed's words; PyTorch knows none of them
+        settings.pop(name, None)
+    prepare_deepspeed()
+    import deepspeed
+
+    sharded = torch.optim.AdamW(model.parameters(), **settings)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=sharded, config=config)
+    assert_sharded(engine)
     size, _, accumulate = batch_sizes(config, ranks=ranks)
     optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-3)
     losses, expected = [], []

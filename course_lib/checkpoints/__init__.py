@@ -1,6 +1,6 @@
 """Checkpoints of sharded training: save at 4 ranks, load at 1, 2 or 3.
 
->>> save("runs/tiny", step, model=model, optimizer=optimizer, extra={"seed": 0})   # on every rank; engine=… for DeepSpeed
+>>> save("runs/tiny", step, model=model, optimizer=optimizer, extra={"seed": 0})   # on every rank
 >>> extra = load("runs/tiny", model=model, optimizer=optimizer)                     # the newest complete one
 >>> to_hugging_face("runs/tiny", "tiny-hf", model.config)                           # one process, for from_pretrained
 

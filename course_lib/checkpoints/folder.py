@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,6 @@ from course_lib.checkpoints.errors import CheckpointError, rank_and_world_size
 from course_lib.checkpoints.manifest import NAME, check_sizes
 
 PART = ".part-"
-WHOLE_TENSORS = ".universal-"  # what loading DeepSpeed's checkpoint at another world size makes beside it
-A_DAY = 86_400.0
 REPLACED = ".replaced"
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 
@@ -101,8 +98,6 @@ def sweep(folder: Path) -> None:
     for path in list(folder.iterdir()):
         plain, _, unfinished = path.name.partition(PART)
         match = _NAME.fullmatch(plain)
-        if path.name.startswith(WHOLE_TENSORS) and time.time() - path.stat().st_mtime > A_DAY:
-            shutil.rmtree(path, ignore_errors=True)
         if not match:
             continue
         if unfinished:

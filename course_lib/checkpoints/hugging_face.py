@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import torch
 
-from course_lib.checkpoints import deepspeed_state, folder, sharded_state
+from course_lib.checkpoints import folder, sharded_state
 from course_lib.checkpoints.errors import CheckpointError, reason
 from course_lib.checkpoints.manifest import verify
 from course_lib.models import no_progress_bars
@@ -23,11 +23,11 @@ def weights(checkpoint: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """The whole model's tensors, by name, from a checkpoint or from a folder's newest complete one.
 
     Every checksum is compared first. One process calls it; no process group and no GPU are needed, but host memory for
-    the whole model, in fp32 for DeepSpeed's. Raises CheckpointError as ``load`` does.
+    the whole model. Raises CheckpointError as ``load`` does.
     """
     path = folder.find(checkpoint)
-    manifest = verify(path)
-    return deepspeed_state.weights(path, manifest) if manifest.kind == "zero" else sharded_state.weights(path)
+    verify(path)
+    return sharded_state.weights(path)
 
 
 def to_hugging_face(
@@ -43,7 +43,7 @@ def to_hugging_face(
         checkpoint: one that ``save`` made, or a folder of them: then its newest complete one.
         out: the folder to make; it appears when it is complete.
         config: the model's own, ``model.config``.
-        dtype: of the weights; None keeps the checkpoint's (fp32 for DeepSpeed's).
+        dtype: of the weights; None keeps the checkpoint's.
 
     Raises:
         FileExistsError: ``out`` is there already, and not empty.

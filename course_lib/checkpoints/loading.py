@@ -1,4 +1,4 @@
-"""``load``: a checkpoint into a model or an engine, at any number of ranks."""
+"""``load``: a checkpoint into a model, at any number of ranks."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ from typing import Any
 
 import torch
 
-from course_lib.checkpoints import deepspeed_state, folder, sharded_state
+from course_lib.checkpoints import folder, sharded_state
 from course_lib.checkpoints.errors import CheckpointError, rank_and_world_size, share, together
 from course_lib.checkpoints.manifest import Manifest, check_bytes, check_sizes, difference, fingerprint
-from course_lib.checkpoints.saving import check_target
 
 
 def load(
     where: str | os.PathLike[str],
     *,
-    model: torch.nn.Module | None = None,
-    engine: Any = None,
+    model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
-    kind: str | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint, or a folder's newest complete one; every rank calls it. Returns ``extra`` with ``step`` added.
 
@@ -29,10 +26,8 @@ def load(
     saved ones. The number of ranks may differ from when it was saved; if it does not, random numbers are restored too.
 
     Raises:
-        ValueError: arguments that do not go together.
-        CheckpointError: none there, another model, another kind, a newer format, truncated or changed.
+        CheckpointError: none there, another model or optimizer, another format, truncated or changed.
     """
-    model, engine = check_target(model, engine, optimizer, scheduler, kind)
     rank, world_size = rank_and_world_size()
     path = Path(where)
     failed = f"{path} was not loaded"
@@ -41,28 +36,22 @@ def load(
     path = share(path)
     with together(failed, path):
         manifest = check_sizes(path)
-        _check_fit(path, manifest, model, engine, optimizer)
+        _check_fit(path, manifest, model, optimizer)
     with together(failed, path):
         try:
             check_bytes(path, manifest, sorted(manifest.files)[rank::world_size])  # the ranks share the work
         except CheckpointError as error:
             raise CheckpointError(f"{error}{folder.older_one(path)}") from error
     with together(failed, path):
-        if engine is None:
-            sharded_state.read(path, model, optimizer, manifest.trainable_only)
-        else:
-            deepspeed_state.read(path, manifest, engine)
+        sharded_state.read(path, model, optimizer, manifest.trainable_only)
     with together(failed, path):
         same_ranks = world_size == manifest.world_size
         sharded_state.read_run_state(path, rank, same_ranks=same_ranks, scheduler=scheduler)
     return {**manifest.extra, "step": manifest.step}
 
 
-def _check_fit(path: Path, manifest: Manifest, model: Any, engine: Any, optimizer: Any) -> None:
-    if manifest.kind != ("fsdp" if engine is None else "zero"):
-        how = {"fsdp": "for FSDP: load it into a model", "zero": "by DeepSpeed: load it into an engine"}[manifest.kind]
-        raise CheckpointError(f"{path} was saved {how}, or carry its weights over with to_hugging_face.")
-    other = difference(manifest.model, fingerprint(model if engine is None else engine.module))
+def _check_fit(path: Path, manifest: Manifest, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    other = difference(manifest.model, fingerprint(model))
     if other:
         raise CheckpointError(f"{path} is of another model: {other}.")
     if optimizer is not None and type(optimizer).__name__ != manifest.optimizer:

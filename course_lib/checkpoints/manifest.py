@@ -16,7 +16,7 @@ from course_lib.checkpoints.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 1
+FORMAT = 2
 NAME = "manifest.json"
 # What wraps a module in a name, and is no part of the model.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
@@ -28,26 +28,22 @@ class Manifest:
 
     Attributes:
         step: optimizer steps done when it was saved.
-        kind: ``"fsdp"`` (torch.distributed.checkpoint, also of an unsharded model) or ``"zero"`` (DeepSpeed).
         world_size: ranks that saved it.
         model: per parameter its dtype and whole shape, before any sharding.
         files: per file its size in bytes and SHA-256.
         extra: the caller's own JSON.
         optimizer: class of the optimizer whose state it holds, ``""`` for none.
         trainable_only: frozen parameters were left out.
-        zero_stage: of the DeepSpeed engine, 0 to 3; None for ``"fsdp"``.
         versions: of the libraries that wrote it.
     """
 
     step: int
-    kind: str
     world_size: int
     model: dict[str, tuple[str, tuple[int, ...]]]
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     optimizer: str = ""
     trainable_only: bool = False
-    zero_stage: int | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -62,7 +58,7 @@ def _checksum(fields: dict[str, Any]) -> str:
 
 
 def read(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointError: no manifest, a newer format, truncated or changed."""
+    """The manifest of a checkpoint. Raises CheckpointError: no manifest, another format, truncated or changed."""
     try:
         fields = json.loads((checkpoint / NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -74,10 +70,10 @@ def read(checkpoint: Path) -> Manifest:
     version = fields.pop("format", None) if isinstance(fields, dict) else None
     if not isinstance(version, int):
         raise CheckpointError(f"{checkpoint / NAME} does not say which format it has: it is no manifest of ours.")
-    if version > FORMAT:
+    if version != FORMAT:
         raise CheckpointError(
-            f"{checkpoint} was saved in format {version}, and this version of the course reads up to {FORMAT}: "
-            "load it with the newer version."
+            f"{checkpoint} was saved in format {version}, and this version of the course reads format {FORMAT}: "
+            "load it with the version that saved it."
         )
     checksum = fields.pop("checksum", None)
     if checksum != _checksum({"format": version, **fields}):
@@ -143,8 +139,7 @@ def fingerprint(model: torch.nn.Module) -> dict[str, tuple[str, tuple[int, ...]]
     for name, parameter in model.named_parameters():
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # DeepSpeed's stage 3 leaves an empty tensor
-        found[name.removeprefix("module.")] = (str(parameter.dtype).removeprefix("torch."), tuple(shape))
+        found[name.removeprefix("module.")] = (str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
     return found
 
 

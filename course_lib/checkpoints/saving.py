@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
-from course_lib.checkpoints import deepspeed_state, folder, manifest
+from course_lib.checkpoints import folder, manifest
 from course_lib.checkpoints.errors import CheckpointError, gather, rank_and_world_size, share, together
 from course_lib.checkpoints.manifest import Manifest, digest, files_in, fingerprint
 from course_lib.checkpoints.sharded_state import Writer, sharded_state, write, write_run_state
@@ -29,14 +29,12 @@ def save(
     root: str | os.PathLike[str],
     step: int,
     *,
-    model: torch.nn.Module | None = None,
-    engine: Any = None,
+    model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
     extra: dict[str, Any] | None = None,
     keep: int = 2,
     trainable_only: bool = False,
-    kind: str | None = None,
 ) -> Path:
     """Save a checkpoint as ``root/step-00000010``; every rank calls it, and gets its path when it is complete.
 
@@ -45,26 +43,21 @@ def save(
     Args:
         root: a folder that all ranks share; made if it is not there. One run saves into it.
         step: optimizer steps done.
-        model: sharded by ``fully_shard``, or plain; or ``engine``: DeepSpeed's, which brings its optimizer and scheduler.
+        model: sharded by ``fully_shard``, or plain.
         optimizer: whose state to save.
         scheduler: a learning-rate scheduler of PyTorch's.
         extra: plain JSON that ``load`` gives back: the position in the data, say.
         keep: complete checkpoints to keep, this one included; older ones are removed.
         trainable_only: leave frozen parameters out (LoRA: a few MB instead of the whole model).
-        kind: ``"fsdp"`` for a model, ``"zero"`` for an engine; may be left out.
 
     Raises:
-        ValueError: arguments that do not go together.
+        ValueError: a bad ``step``, ``keep`` or ``extra``, or a quantized model without ``trainable_only``.
         CheckpointError: the disk is full, the folder cannot be written or is not shared, another save is under way.
     """
-    model, engine = check_target(model, engine, optimizer, scheduler, kind)
-    head = _head(step, model, engine, optimizer, extra, keep, trainable_only)
+    head = _head(step, model, optimizer, extra, keep, trainable_only)
     draft = _Draft(root, step)
     with draft.writing() as path:
-        if engine is None:
-            write(Writer(path), sharded_state(model, optimizer, trainable_only))
-        else:
-            deepspeed_state.write(path, engine)
+        write(Writer(path), sharded_state(model, optimizer, trainable_only))
     with draft.writing() as path:
         write_run_state(path, rank_and_world_size()[0], scheduler)
     return draft.publish(head, keep)
@@ -81,14 +74,13 @@ def save_async(
     keep: int = 2,
     trainable_only: bool = False,
 ) -> Future[Path]:
-    """``save`` for a model, while training goes on: the state is copied to host memory, then written by a thread.
+    """``save`` while training goes on: the state is copied to host memory, then written by a thread.
 
     Returns when the copy is taken; ``.result()`` waits for the path, and raises CheckpointError where ``save`` would.
     Takes host memory for one copy of this rank's shards. One at a time: wait for the last before the next, and before
     the process group goes down.
     """
-    model, _ = check_target(model, None, optimizer, scheduler, "fsdp")
-    head = _head(step, model, None, optimizer, extra, keep, trainable_only)
+    head = _head(step, model, optimizer, extra, keep, trainable_only)
     draft = _Draft(root, step)
     with draft.writing() as path:
         write_run_state(path, rank_and_world_size()[0], scheduler)
@@ -117,27 +109,9 @@ def save_async(
     return done
 
 
-def check_target(model: Any, engine: Any, optimizer: Any, scheduler: Any, kind: str | None) -> tuple[Any, Any]:
-    """(model, None) or (None, engine). Raises ValueError where the arguments do not go together."""
-    if hasattr(model, "zero_optimization_stage"):
-        model, engine = None, model
-    if (model is None) == (engine is None):
-        raise ValueError("give either model= (FSDP, or a plain one) or engine= (DeepSpeed's).")
-    if kind not in (None, "fsdp" if engine is None else "zero"):
-        raise ValueError(
-            f"kind={kind!r} does not go with {'a model' if engine is None else 'an engine'}: leave it out."
-        )
-    if engine is not None and (optimizer is not None or scheduler is not None):
-        raise ValueError(
-            "a DeepSpeed engine saves its own optimizer and scheduler: leave optimizer= and scheduler= out."
-        )
-    return model, engine
-
-
 def _head(
     step: int,
-    model: torch.nn.Module | None,
-    engine: Any,
+    model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
     extra: dict[str, Any] | None,
     keep: int,
@@ -152,21 +126,18 @@ def _head(
         plain = False
     if not plain or not isinstance(extra or {}, dict):
         raise ValueError("extra= must be plain JSON: a dict with names of str, numbers, strings, lists.")
-    module = model if engine is None else engine.module
-    if engine is None and not trainable_only:
-        for name, parameter in module.named_parameters():
+    if not trainable_only:
+        for name, parameter in model.named_parameters():
             if not parameter.requires_grad and not parameter.is_floating_point():
                 raise ValueError(f"{name} is quantized: save with trainable_only=True, its base comes from elsewhere.")
     return Manifest(
         step=step,
-        kind="fsdp" if engine is None else "zero",
         world_size=rank_and_world_size()[1],
-        model=fingerprint(module),
+        model=fingerprint(model),
         extra=extra or {},
         optimizer=type(optimizer).__name__ if optimizer is not None else "",
-        trainable_only=trainable_only and engine is None,
-        zero_stage=None if engine is None else int(engine.zero_optimization_stage()),
-        versions={name: version(name) for name in (["torch"] if engine is None else ["torch", "deepspeed"])},
+        trainable_only=trainable_only,
+        versions={"torch": version("torch")},
     )
 
 

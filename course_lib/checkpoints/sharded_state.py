@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -109,15 +109,14 @@ class Writer(dcp.FileSystemWriter):
 
 
 @contextmanager
-def weights_only(classes: Iterable[Any] = ()) -> Iterator[None]:
-    """Every ``torch.load`` in the block takes tensors, plain values and ``classes`` only, even in a library that asks for
-    ``weights_only=False``, as DCP and DeepSpeed do."""
+def weights_only() -> Iterator[None]:
+    """Every ``torch.load`` in the block takes tensors and plain values only, even in a library that asks for
+    ``weights_only=False``, as DCP does."""
     variable = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(variable)
     os.environ[variable] = "1"
     try:
-        with torch.serialization.safe_globals(list(classes)):
-            yield
+        yield
     finally:
         if before is None:
             del os.environ[variable]

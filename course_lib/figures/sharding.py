@@ -27,7 +27,7 @@ CATEGORIES = {  # keys of `course_lib.memory.sharded.resident_bytes` and of run.
     "gathered": ("gathered parameters", "#BBBBBB", ".."),
     "gradients": ("gradients", COLOURS[1], "//"),
     "optimizer_state": ("optimizer state", COLOURS[2], "\\\\"),
-    "master": ("fp32 master copies", COLOURS[4], "xx"),
+    "master": ("master copies", COLOURS[4], "xx"),
     "ddp_buckets": ("buckets", "#777777", "||"),
     "buckets": ("buckets", "#777777", "||"),
     "activations": ("activations", COLOURS[5], "++"),
@@ -43,37 +43,42 @@ HELD = ("parameters", "gradients", "optimizer")
 
 
 def bytes_by_stage(rows: Sequence[Mapping[str, Any]], *, title: str = "Bytes on one rank", note: str = "") -> Picture:
-    """One bar per method, stacked by category as measured, and below it the same stack as predicted, in outline.
+    """One bar per method, stacked by category as measured or computed, and below it what was predicted, in outline.
 
     Args:
-        rows: each with "name", "measured" (category -> bytes, as in run.memory; see CATEGORIES, other keys are not
-            drawn), and "predicted" (category -> bytes, or one number for the sum), either of the two or both.
+        rows: each with "name", "measured" or "computed" (category -> bytes, as in run.memory; see CATEGORIES, other keys
+            are not drawn), and "predicted" (category -> bytes, or one number for the sum), or one of these.
         note: what the figures rest on, below the title ("2 ranks, tiny Llama, fp32").
     """
     require(rows, "row")
     figure, (axis,) = new_figure(height=1.75 + 0.52 * len(rows), grid="x")
     summary, shown, longest = [], {}, 0.0
+    kinds = {"measured": (0.46, 0.12), "computed": (0.46, 0.12), "predicted": (0.2, -0.25)}
+    most = max(sum(size for _, size in _parts(row.get(which))) for row in rows for which in kinds)
+    unit, unit_name = (1e9, "GB") if most > 1e9 else (MIB, "MiB")
     for place, row in zip(range(len(rows))[::-1], rows, strict=True):
         totals = []
-        for which, height, offset in (("measured", 0.46, 0.12), ("predicted", 0.2, -0.25)):
+        for which, (height, offset) in kinds.items():
+            if row.get(which) is None:
+                continue
             left = 0.0
             for name, size in _parts(row.get(which)):
                 label, colour, hatch = CATEGORIES.get(name, ("", "white", ""))
                 look = {"facecolor": colour, "hatch": hatch, "edgecolor": "white"}
                 if which == "predicted":
                     label, look = which, {"facecolor": "none", "edgecolor": "black", "linewidth": 1.2}
-                shown.setdefault(label, axis.barh(place + offset, size / MIB, height, left=left, **look))
-                left += size / MIB
-            if left:
-                totals.append(f"{which} {nice_bytes(left * MIB)}")
-            if left and which == "measured":
-                _beside(axis, left, place + offset, nice_bytes(left * MIB))
+                shown.setdefault(label, axis.barh(place + offset, size / unit, height, left=left, **look))
+                left += size / unit
+            total = f"{left:.3g} GB" if unit == 1e9 else nice_bytes(left * unit)
+            totals.append(f"{which} {total}")
+            if which != "predicted":
+                _beside(axis, left, place + offset, total)
             longest = max(longest, left)
         if not totals:
-            raise ValueError(f"The row {row.get('name')!r} has no bytes to draw: give measured or predicted.")
+            raise ValueError(f"The row {row.get('name')!r} has no bytes to draw: give measured, computed or predicted.")
         summary.append(f"{row['name']}: {', '.join(totals)}")
     axis.set_yticks(range(len(rows)), [str(row["name"]) for row in reversed(rows)])
-    axis.set(xlabel="MiB on one rank", title=title, xlim=(0, 1.17 * longest))
+    axis.set(xlabel=f"{unit_name} on one rank", title=title, xlim=(0, 1.17 * longest), ylim=(-0.6, len(rows) - 0.5))
     note_above(axis, note)
     legend_below(figure, dict(sorted(shown.items(), key=lambda entry: entry[0] == "predicted")))  # the outline last
     return picture(figure, f"{title}{f' ({note})' if note else ''}: {'; '.join(summary)}.")

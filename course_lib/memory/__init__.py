@@ -7,6 +7,7 @@ from course_lib.memory.estimate import estimate
 from course_lib.memory.fitting import largest_micro_batch, longest_sequence
 from course_lib.memory.presets import PRESETS, shape_of
 from course_lib.memory.shapes import Shape
+from course_lib.memory.sharded import resident_bytes
 from course_lib.memory.states import state_bytes
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "flops_per_token",
     "largest_micro_batch",
     "longest_sequence",
+    "resident_bytes",
     "shape_of",
     "state_bytes",
 ]

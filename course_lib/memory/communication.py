@@ -48,7 +48,7 @@ def communication(run: Run, r: Resident, layers: int, accumulate: bool, tied_her
     if run.strategy == "zero3":
         always = r.buckets + r.share + r.outer_copy
         reduced = always - r.outer_copy + r.bucketful  # gradients in the order of their owners, in a copy of the bucket
-        step = r.buckets + r.share + r.fp32_share + r.step
+        step = r.buckets + r.share + r.master_share + r.step
         return Communication(always, always, waiting, 0, always, 0, reduced, step, left=_left(r))
     if run.zero_stage:
         return _zero12(run, r, layers, accumulate, waiting, head)
@@ -65,8 +65,8 @@ def _zero12(run: Run, r: Resident, layers: int, accumulate: bool, waiting: int, 
     if run.offload != "none":
         there = r.buckets + r.bucketful
         return Communication(0, r.buckets, waiting, 0, there, 0, 0, r.step)
-    flat = 2 * r.share + (r.fp32_share if run.gradient != 4 else 0)  # gathered from tensors, made flat, cast
-    step = max(flat, r.fp32_share + r.step)
+    flat = 2 * r.share + (r.master_share if run.gradient != run.master else 0)  # gathered from tensors, made flat, cast
+    step = max(flat, r.master_share + r.step)
     if run.strategy == "zero1":
         before = r.gradients if accumulate else 0
         block = 0 if accumulate else r.block_gradient

@@ -39,7 +39,7 @@ class Resident(NamedTuple):
     step: int
     whole: int
     share: int
-    fp32_share: int
+    master_share: int
     bucketful: int
 
 
@@ -111,7 +111,7 @@ def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: boo
         step=max(_temporary(run, by_adam, ranks), _newton_schulz(run, shape)),
         whole=unsharded,
         share=_share(run.gradient * here, ranks),
-        fp32_share=_share(4 * here, ranks),
+        master_share=_share(run.master * here, ranks),
         bucketful=bucketful,
     )
 

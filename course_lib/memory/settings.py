@@ -130,6 +130,8 @@ def _run(*choices: str | bool | int) -> Run:
         at_rest, master = (4, 0) if fsdp and full else (2, 4)
     elif deepspeed:
         master = 4  # DeepSpeed copies its partition in fp32 whatever its dtype
+    if deepspeed and s.optimizer == "adamw_bf16":
+        master = 2  # it takes bf16_optimizer_states only with bf16_master_weights_and_grads
     if fsdp:
         master = 0  # the shards are the master copy
     same = {name: getattr(s, name) for name in RunSettings._fields if name in Run.__dataclass_fields__}

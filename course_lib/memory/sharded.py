@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from course_lib.choices import OFFLOADS, check_combination
 from course_lib.memory.settings import BUCKET_ELEMENTS
-from course_lib.memory.units import Tensor, as_tensors
+from course_lib.memory.units import Tensor, as_tensors, units_of
 from course_lib.validation import pick, positive
 
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp")
@@ -22,12 +22,13 @@ STEP = 4  # torch.optim.AdamW counts its steps in a number of its own for each t
 
 
 def resident_bytes(
-    units: Sequence[Sequence[Tensor | Sequence[int]]],
+    units: str | Sequence[Sequence[Tensor | Sequence[int]]],
     *,
     strategy: str,
     ranks: int,
     rank: int = 0,
     precision: str = "fp32",
+    optimizer: str = "adamw",
     reshard_after_forward: bool | int = True,
     offload: str = "none",
     trainable: Sequence[Sequence[bool]] | None = None,
@@ -40,12 +41,15 @@ def resident_bytes(
     """Bytes on one rank under torch.optim.AdamW, after the last backward pass and before the optimizer's step.
 
     Args:
-        units: shapes of the parameters, a list for each unit, in the order of ``model.parameters()``; see `units_of`.
+        units: shapes of the parameters, a list for each unit, in the order of ``model.parameters()``, as `units_of` gives
+            them; or the name of a preset.
         strategy: "ddp" is PyTorch's; "zero0" to "zero3" DeepSpeed's stages, with one group of parameters; "fsdp" is
             fully_shard.
         ranks: that train together. rank: which one; ranks are not equal where rows or elements do not divide.
         precision: "fp32"; "bf16", "fp16" (zero: 16-bit weights and fp32 master copies; ddp and fsdp: everything in 16
             bits); "bf16-mixed", "fp16-mixed" (ddp and fsdp: weights in fp32, computed with in 16 bits).
+        optimizer: "adamw"; "adamw_bf16" (zero1 to zero3): master copies and moments of 2 bytes instead of 4, DeepSpeed's
+            bf16_master_weights_and_grads with bf16_optimizer_states.
         reshard_after_forward: fsdp's reshard_after_forward. It changes what is there between the forward and the backward pass and
             nothing at rest; taken so that one set of settings serves all.
         offload: "optimizer" (zero1 to zero3): master copies, moments and gradients on the host; "all" (zero3, fsdp):
@@ -71,21 +75,22 @@ def resident_bytes(
     """
     positive(ranks=ranks)
     shards = ranks if shard_ranks is None else shard_ranks
-    _check(strategy, ranks, rank, precision, offload, shards)
-    tensors = as_tensors(units, trainable)
+    _check(strategy, ranks, rank, precision, optimizer, offload, shards)
+    tensors = as_tensors(units_of(units) if isinstance(units, str) else units, trainable)
     stage = int(strategy[-1]) if strategy.startswith("zero") else -1
     if stage >= 0:  # DeepSpeed casts every weight to the run's precision
         tensors = [tensor._replace(element=0) for tensor in tensors]
     elif precision.endswith("-mixed"):
         tensors = [t if t.trainable or t.element else t._replace(element=2) for t in tensors]
+    state = 2 if optimizer == "adamw_bf16" else 4
     element = 4 if precision == "fp32" or (precision.endswith("-mixed") and stage < 0) else 2
     if strategy == "fsdp":
         found = _fsdp(tensors, shards, rank % shards, element)
         found["host"] = _sum(found) if offload == "all" else 0
     elif stage == 3:
-        found = _zero3(tensors, ranks, rank, element, offload, bucket_elements, persist_elements)
+        found = _zero3(tensors, ranks, rank, element, state, offload, bucket_elements, persist_elements)
     elif stage > 0:
-        found = _zero12(tensors, ranks, rank, element, offload)
+        found = _zero12(tensors, ranks, rank, element, state, offload)
     else:
         found = _whole(tensors, element, deepspeed=stage == 0)
     pad = found.pop("gradient_padding")
@@ -126,8 +131,8 @@ def _whole(tensors: list[Tensor], element: int, *, deepspeed: bool) -> dict[str,
     return found
 
 
-def _zero12(tensors: list[Tensor], ranks: int, rank: int, element: int, offload: str) -> dict[str, int]:
-    """Trained weights lie in one flat tensor, cut into equal slices; each rank steps an fp32 copy of its slice.
+def _zero12(tensors: list[Tensor], ranks: int, rank: int, element: int, state: int, offload: str) -> dict[str, int]:
+    """Trained weights lie in one flat tensor, cut into equal slices; each rank steps a master copy of its slice.
 
     Both stages keep, of the gradients, every tensor that reaches into the slice, whole.
     """
@@ -139,9 +144,9 @@ def _zero12(tensors: list[Tensor], ranks: int, rank: int, element: int, offload:
     pad = max(0, last - max(first, elements))  # of this slice
     found["parameters"] = element * flat
     found["parameters"] += _bytes([t for t in tensors if not t.trainable], element, lambda tensor: tensor.elements)
-    found["master"] = 4 * mine
-    found["optimizer_state"] = _moments(mine, 4, 1)
-    found["padding"] = element * (flat - elements) + 12 * pad
+    found["master"] = state * mine
+    found["optimizer_state"] = _moments(mine, state, 1)
+    found["padding"] = element * (flat - elements) + 3 * state * pad
     if offload == "none":
         kept = start = 0
         for tensor in trained:
@@ -163,7 +168,14 @@ def _zero12(tensors: list[Tensor], ranks: int, rank: int, element: int, offload:
 
 
 def _zero3(
-    tensors: list[Tensor], ranks: int, rank: int, element: int, offload: str, bucket_elements: int, persist: int
+    tensors: list[Tensor],
+    ranks: int,
+    rank: int,
+    element: int,
+    state: int,
+    offload: str,
+    bucket_elements: int,
+    persist: int,
 ) -> dict[str, int]:
     """Every tensor is padded and cut by itself, so that a rank has a slice of each: ranks are equal but for padding."""
     trained, found = [tensor for tensor in tensors if tensor.trainable], _empty()
@@ -177,14 +189,14 @@ def _zero3(
 
     mine, pad = sum(map(slice_of, trained)), sum(map(pad_of, trained))
     found["parameters"] = _bytes(tensors, element, slice_of)
-    found["master"] = 4 * mine
-    found["optimizer_state"] = _moments(mine, 4, 1)
+    found["master"] = state * mine
+    found["optimizer_state"] = _moments(mine, state, 1)
     found["gradients"] = (element + (4 if offload != "none" else 0)) * mine  # offload: in fp32 as well, for the step
     found["buckets"] = element * bucket_elements
     small = [tensor for tensor in tensors if tensor.elements <= persist]
     found["gathered"] = _bytes(small, element, lambda tensor: ranks * slice_of(tensor))
     found["gradient_padding"] = found["gradients"] // mine * pad if mine else 0
-    found["padding"] = _bytes(tensors, element, pad_of) + 12 * pad + found["gradient_padding"]
+    found["padding"] = _bytes(tensors, element, pad_of) + 3 * state * pad + found["gradient_padding"]
     found["padding"] += found["gathered"] - _bytes(small, element, lambda tensor: tensor.elements)
     if offload != "none":
         found["host"] = found["master"] + found["optimizer_state"] + found["gradients"]
@@ -222,9 +234,10 @@ def _up(elements: int, multiple: int) -> int:
     return -(-elements // multiple) * multiple
 
 
-def _check(strategy: str, ranks: int, rank: int, precision: str, offload: str, shards: int) -> None:
+def _check(strategy: str, ranks: int, rank: int, precision: str, optimizer: str, offload: str, shards: int) -> None:
     pick("strategy", strategy, STRATEGIES)
     pick("precision", precision, PRECISIONS)
+    pick("optimizer", optimizer, ("adamw", "adamw_bf16") if strategy[-1] in "123" else ("adamw",))
     pick("offload", offload, OFFLOADS)
     if not 0 <= rank < ranks:
         raise ValueError(f"rank={rank} is none of the {ranks} ranks: give 0 to {ranks - 1}.")
@@ -236,4 +249,4 @@ def _check(strategy: str, ranks: int, rank: int, precision: str, offload: str, s
         raise ValueError(f"shard_ranks is fsdp's: under {strategy} all {ranks} ranks share, or none.")
     if shards < 1 or ranks % shards:
         raise ValueError(f"shard_ranks={shards} does not divide {ranks} ranks.")
-    check_combination(strategy="ddp" if strategy == "zero0" else strategy, offload=offload)
+    check_combination(strategy="ddp" if strategy == "zero0" else strategy, optimizer=optimizer, offload=offload)

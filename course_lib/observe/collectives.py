@@ -73,10 +73,14 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a ring algorithm makes this rank send (Patarasuk & Yuan 2009); by formula, not by count."""
+        """Bytes that a ring algorithm makes this rank send (Patarasuk & Yuan 2009); by formula, not by count.
+
+        In a reduce every rank but its root sends all bytes once: this is the mean over the ranks.
+        """
         n = len(self.group)
         share = (n - 1) / n
-        factor = {"all_reduce": 2 * share, "reduce_scatter": share, "all_gather": n - 1.0, "all_to_all": share}
+        factor = {"all_reduce": 2 * share, "all_gather": n - 1.0}
+        factor |= dict.fromkeys(("reduce", "reduce_scatter", "all_to_all"), share)
         if self.kind in factor:
             return factor[self.kind] * self.bytes
         return float(self.bytes) if self.kind == "send" else 0.0

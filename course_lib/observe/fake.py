@@ -95,8 +95,9 @@ class LiveStorages(TorchDispatchMode):
             return done
 
         with ExitStack() as stack:
-            if not gc.get_freeze_count():  # a launched rank's is frozen already
-                gc.freeze()  # what is there now is not looked through again, so that collecting takes no time
+            frozen = gc.get_freeze_count()
+            gc.freeze()  # what is there now is not looked through again, so that collecting takes no time
+            if not frozen:  # what a launched rank shares with the others stays frozen, and this with it
                 stack.callback(gc.unfreeze)
             stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
             torch.UntypedStorage.resize_ = resize_

@@ -133,6 +133,19 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def counted_peak(engine: Any, step: Callable[[], None]) -> int:
+    """Peak bytes of a step by another instrument than `ZeroProbe`: the storages that operations make, one by one.
+
+    Counts what the engine keeps and what the step makes; a batch that was there before is in neither.
+    """
+    from course_lib.observe.fake import LiveStorages
+
+    with LiveStorages() as live:
+        live.hold(tensor for _, _, tensors in holdings(engine) for tensor in tensors)
+        step()
+    return live.highest
+
+
 # ---------------------------------------------------------------------------------------- which elements of the model
 def held_slices(model: Any, optimizer: Any = None) -> dict[str, Any]:
     """The parts of the model on this rank; call it after the backward pass and before the step, from the second one on.

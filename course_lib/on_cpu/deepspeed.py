@@ -10,7 +10,6 @@ import os
 import warnings
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from course_lib.launch import rank_device, warm_on_cpu
@@ -60,5 +59,7 @@ def assert_sharded(engine: Any) -> int:
     trained = [p for p in engine.module.parameters() if p.requires_grad]
     whole, ranks = sum(getattr(p, "ds_numel", p.numel()) for p in trained), dist.get_world_size()
     if local > whole // ranks + ranks * (2 + len(trained)):  # padding adds a few elements per weight at most
-        raise RuntimeError(f"this rank's optimizer steps {local:,} of {whole:,} elements, more than one of {ranks} shares.")
+        raise RuntimeError(
+            f"this rank's optimizer steps {local:,} of {whole:,} elements, more than one of {ranks} shares."
+        )
     return local

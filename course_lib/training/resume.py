@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import torch
 
 
 def check_saving(checkpoint_dir: str, save_every: int, resume: bool) -> None:
@@ -13,20 +13,22 @@ def check_saving(checkpoint_dir: str, save_every: int, resume: bool) -> None:
         raise ValueError("save_every and resume need a folder: give it as checkpoint_dir.")
 
 
-def load_newest(checkpoint_dir: str, data: dict[str, int], **target: Any) -> int:
+def load_newest(
+    checkpoint_dir: str, data: dict[str, int], *, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> int:
     """Load the newest complete checkpoint, if there is one, and return how many steps it has done (0 without one).
 
     Args:
         checkpoint_dir: folder of checkpoints.
         data: what decides the order of the data; it was saved as the checkpoint's `extra`.
-        target: `model` and `optimizer`, or `engine`, as in `course_lib.checkpoints.load`.
+        model, optimizer: to load it into, as in `course_lib.checkpoints.load`.
     """
     from course_lib.checkpoints import latest, load  # few runs need them
 
     newest = latest(checkpoint_dir)
     if newest is None:
         return 0
-    saved = load(newest, **target)
+    saved = load(newest, model=model, optimizer=optimizer)
     for name, value in data.items():
         if saved[name] != value:
             raise ValueError(f"{name}={value}: {newest} was trained with {saved[name]}, another order of the data.")

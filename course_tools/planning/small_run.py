@@ -26,6 +26,11 @@ GLOBAL_BATCH = 8
 SEQ_LEN = 32  # tokens; of the bytes of questions and answers, which the fine-tuning programs take whole, more
 SEQ_LEN_ANSWERS = 512
 BUCKET_ELEMENTS = 100_000  # DeepSpeed's own 500 million are 2 GB on each rank, however small the model
+SMALL_ZERO = {
+    "reduce_bucket_size": BUCKET_ELEMENTS,
+    "allgather_bucket_size": BUCKET_ELEMENTS,
+    "stage3_param_persistence_threshold": 0,  # DeepSpeed's own 100,000 would leave most of the tiny model whole
+}
 TIMEOUT = 240.0  # seconds; eight ranks of two busy cores take a while to import
 
 
@@ -78,8 +83,8 @@ def run(plan: Plan, *, ranks: int | None = None, steps: int = 3) -> Result:
         left_out = []
     else:
         program, arguments = program_of(small, steps=steps)
-        if program.endswith(".zero"):
-            arguments["bucket_elements"] = BUCKET_ELEMENTS
+        if "config" in arguments:
+            arguments["config"]["zero_optimization"] |= SMALL_ZERO
         left_out = not_said(small, program, arguments)
         train = import_module(program).train
         outcomes = launch(train, ranks=grid.size, quiet=True, timeout=TIMEOUT, threads=1, **arguments).results
@@ -89,6 +94,8 @@ def run(plan: Plan, *, ranks: int | None = None, steps: int = 3) -> Result:
 def one_rank(result: Result) -> list[float]:
     """The losses of the same full training on one rank, without any splitting: what a small run's must equal."""
     given = result.arguments
+    if "config" in given:  # DeepSpeed's
+        given = given | {"global_batch": given["config"]["train_batch_size"]}
     if given.get("method", "full") != "full" or "global_batch" not in given:
         raise ValueError(
             f"{result.program} trained adapters, and one_rank trains all weights: compare a full training."

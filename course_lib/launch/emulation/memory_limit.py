@@ -9,10 +9,13 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from course_lib.launch.emulation.namespaces import CannotEmulate
+from course_lib.launch.failures import RankFailed
+from course_lib.launch.run import launch
 
 # glibc keeps freed blocks of up to 32 MiB for later, in pieces that the next tensor may not fit into. A threshold that is set
 # stays: from then on this process takes larger blocks from the kernel, one by one, and gives each back when it is freed.
@@ -60,7 +63,7 @@ def _of_process(num_bytes: float) -> Iterator[None]:
     import resource
 
     thresholds = gc.get_threshold()
-    _give_back_free_memory()  # else what the process has freed, and not returned, could be taken beyond the limit
+    give_back_free_memory()  # else what the process has freed, and not returned, could be taken beyond the limit
     plugs = _plug_kept_memory()
     before = resource.getrlimit(resource.RLIMIT_DATA)
     ceilings = [limit for limit in before if limit != resource.RLIM_INFINITY]
@@ -77,6 +80,16 @@ def _of_process(num_bytes: float) -> Iterator[None]:
             _libc().free(plug)
 
 
+def attempt(name: str, function: Callable[..., Any], *args: Any, ranks: int = 2) -> None:
+    """Launch ``function(*args)``, which limits its memory, and print whether it fits, or what was refused and where."""
+    try:
+        launch(function, *args, ranks=ranks, threads=1, quiet=True)
+        print(f"{name}: fits")
+    except RankFailed as error:
+        refused = error.cause_message.split("DefaultCPUAllocator: ")[-1].split(". ")[0]
+        print(f"{name}: {refused.rstrip('.')}, in {error.where.split(': ')[-1]}")
+
+
 def data_bytes() -> int:
     """Private writable memory of this process, as the kernel counts it against the limit (Linux)."""
     with open("/proc/self/status") as status:
@@ -84,7 +97,8 @@ def data_bytes() -> int:
     return int(kilobytes) * 1024
 
 
-def _give_back_free_memory() -> None:
+def give_back_free_memory() -> None:
+    """Hand what this process has freed back to the system, and from now on every larger block as soon as it is freed."""
     import gc
 
     gc.collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from course_lib.choices import STRATEGIES, why_not
+from course_tools.planning.files import deepspeed
 from course_tools.planning.files.facts import Refused, megatron, zero_stage
 
 if TYPE_CHECKING:
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 ROOM = "course_lib.training"
 # Of course_lib.models.tiny_llama: blocks where its stages ask for no more, heads, kv heads, longest sequence
 LAYERS, TINY_HEADS, TINY_KV_HEADS, TINY_LENGTH = 4, 4, 2, 512
-PRECISIONS = {"fp32": "fp32", "bf16": "bf16", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}  # ours -> DeepSpeed's
 
 # What a plan says and a program may not take, and what that program does instead.
 LEFT_OUT = {
@@ -68,12 +68,10 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
         )
     if plan.strategy == "ddp":
         return f"{ROOM}.accelerate_ddp", given
-    return f"{ROOM}.sharded.zero", given | {
-        "stage": zero_stage(plan),
-        "precision": PRECISIONS[plan.precision],
-        "offload": plan.offload,
-        "activation_checkpointing": plan.activation_checkpointing,
-    }
+    config = deepspeed.config(plan)
+    if plan.offload != "none":
+        config["zero_force_ds_cpu_optimizer"] = False  # the program brings PyTorch's AdamW
+    return f"{ROOM}.zero", {"config": config, "steps": steps, "seq_len": plan.seq_len}
 
 
 def _single(plan: Plan, model: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -121,10 +119,11 @@ def _split(plan: Plan, split: list[str], model: str, given: dict[str, Any]) -> t
 
 def not_said(plan: Plan, module: str, arguments: dict[str, Any]) -> list[str]:
     """What the plan asks for and the program does not do, in words for "it ..."."""
-    words = [
-        words for name, (usual, words) in LEFT_OUT.items() if getattr(plan, name) != usual and name not in arguments
-    ]
-    if plan.num_microbatches > 1 and not {"num_microbatches", "gradient_accumulation_steps"} & set(arguments):
+    said = set(arguments)
+    if "config" in arguments:  # DeepSpeed's
+        said |= {"precision", "offload", "gradient_accumulation_steps"}
+    words = [words for name, (usual, words) in LEFT_OUT.items() if getattr(plan, name) != usual and name not in said]
+    if plan.num_microbatches > 1 and not {"num_microbatches", "gradient_accumulation_steps"} & said:
         words.append("takes a step's sequences at once")
     if module.endswith("context_parallel") and STRATEGIES[plan.strategy].shards:
         words.append("holds the whole model on every rank")

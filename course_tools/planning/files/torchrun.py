@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from course_tools.clusters.launchers import RENDEZVOUS_TIMEOUTS
-from course_tools.clusters.shell import Shell, wrapped
+from course_tools.clusters.shell import Shell, option, wrapped
+from course_tools.planning.files import deepspeed
 from course_tools.planning.files.facts import about, comment, hub_id, layout, model_name
 from course_tools.planning.files.programs import not_said, program_of
 
@@ -17,7 +19,10 @@ PORT = 29500
 
 
 def files(plan: Plan, base_model: str | None) -> dict[str, str]:
-    """``torchrun.sh``, the same on every machine; options typed after it go on to the training program, and win."""
+    """``torchrun.sh``, the same on every machine; options typed after it go on to the training program, and win.
+
+    The program for ZeRO reads DeepSpeed's configuration: it is a second file, and the script finds it beside itself.
+    """
     nodes, per_node = layout(plan)
     name = base_model or hub_id(plan) or "tiny"
     module, arguments = program_of(plan, model=name)
@@ -40,8 +45,13 @@ def files(plan: Plan, base_model: str | None) -> dict[str, str]:
             "--rdzv_id=plan",
             f"--rdzv_conf={RENDEZVOUS_TIMEOUTS}",
         ]
+    beside = {}
+    if "config" in arguments:
+        beside[deepspeed.FILE] = json.dumps(arguments["config"], indent=2) + "\n"
+        arguments["config"] = Shell(f'"$(dirname "$0")/{deepspeed.FILE}"')
     line = wrapped([*started, "-m", module, *options(arguments), Shell('"$@"')])
-    return {FILE: f"#!/usr/bin/env bash\n{comment([*about(plan), *notes, how])}set -euo pipefail\n{first}exec {line}\n"}
+    text = f"#!/usr/bin/env bash\n{comment([*about(plan), *notes, how])}set -euo pipefail\n{first}exec {line}\n"
+    return {FILE: text} | beside
 
 
 def options(arguments: dict[str, Any]) -> list[str]:
@@ -52,5 +62,5 @@ def options(arguments: dict[str, Any]) -> list[str]:
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            words.append(f"--{flag}={value}")
+            words.append(option(f"--{flag}", value))
     return words
