@@ -15,23 +15,27 @@ SLACK = 100  # lines that a room may lie below its number before the number has 
 # room: (lines that it may have today, lines that it should have one day)
 ROOMS = {
     "course_lib/launch": (
-        3116,
+        3134,
         2300,
-    ),  # how a rank's process ends is worth 82 lines, and emulated GPUs came from training
-    "course_lib/observe": (2018, 1150),  # memory snapshots, emulated or real; an all-to-all's formula
+    ),  # how a rank's process ends is worth 82 lines, emulated GPUs came from training
+    "course_lib/observe": (
+        2122,
+        1150,
+    ),  # memory snapshots, an all-to-all's formula, a rank's pages and copies on the host
     "course_lib/collectives": (713, 650),
-    "course_lib/memory": (2854, 2300),
+    "course_lib/memory": (2871, 2300),  # DeepSpeed's bf16 master copies
     "course_lib/parallel": (668, 550),  # when a bucket travels, by arithmetic
     "course_lib/models": (739, 400),  # the Llama of any widths came from training
-    "course_lib/training": (5518, 1200),
-    "course_lib/checkpoints": (1211, 400),
+    "course_lib/training": (4911, 1200),
+    "course_lib/checkpoints": (994, 400),
     "course_lib/notebook": (
-        1518,
+        1568,
         600,
-    ),  # every cell says that it runs, the map is a page of cards, and buckets have sliders
-    "course_lib/figures": (2008, 950),  # a figure becomes a compact SVG
+    ),  # every cell says that it runs, the map is a page of cards, and buckets and stages have sliders
+    "course_lib/figures": (2013, 950),  # a figure becomes a compact SVG; gigabytes
+    "course_lib/on_cpu": (66, 500),  # came from training
     "course_lib": (600, 300),  # a lesson's opening picture in Colab
-    "course_tools/planning": (3691, 2500),
+    "course_tools/planning": (3707, 2500),  # a ZeRO plan's script brings its JSON
     "course_tools/axolotl": (3089, 2000),  # a notebook needs no remark that it waits
     "course_tools/clusters": (1090, 600),
     "course_tools/conversion": (1023, 700),
@@ -39,14 +43,14 @@ ROOMS = {
     "course_tools/doctor": (718, 450),
     "course_tools": (151, 150),  # where to go on, and the notebook there
     "course_checks/harness": (1136, 700),  # clauses and hints; what they replace goes with the labs that use it
-    "course_checks": (10826, 3850),  # lab 4 runs on ranks, and starts a script under a witness
+    "course_checks": (10908, 3850),  # lab 4 runs on ranks; lab 5 checks a configuration by itself until it is rewritten
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (3224, 1300),
     "tests": (
-        15091,
+        14994,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser
-    "benchmarks": (2321, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one
+    "benchmarks": (2345, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one
     "site": (469, 450),
 }
 

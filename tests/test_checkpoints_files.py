@@ -161,7 +161,8 @@ def test_nothing_in_a_checkpoint_is_unpickled_blindly(tmp_path):
 
 
 def test_what_cannot_be_saved_leaves_the_folder_as_it_is(folder, tmp_path):
-    model, quantized = small(), torch.nn.Linear(2, 2)
+    model, quantized, engine = small(), torch.nn.Linear(2, 2), small()
+    engine.zero_optimization_stage = lambda: 3  # what tells a DeepSpeed engine
     quantized.weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.uint8), requires_grad=False)
     scheduler = type("Scheduler", (), {"state_dict": lambda self: {"when": Evil(tmp_path)}})()  # not to be read back
     (tmp_path / "file").write_text("")
@@ -171,6 +172,7 @@ def test_what_cannot_be_saved_leaves_the_folder_as_it_is(folder, tmp_path):
             (partial(save, model=model, scheduler=scheduler), CheckpointError, "scheduler.pt"),
             (partial(save, model=model, keep=0), ValueError, "keep=0"),
             (partial(save, model=model, extra={"set": {1}}), ValueError, "extra="),
+            (partial(save, model=engine), ValueError, "save_checkpoint"),
             (partial(save, model=quantized), ValueError, "trainable_only=True"),
             (partial(checkpoints.save, folder, -1, model=model), ValueError, "step=-1"),
             (partial(checkpoints.save, tmp_path / "file", 1, model=model), CheckpointError, "rank 0"),

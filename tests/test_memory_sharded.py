@@ -23,12 +23,16 @@ BUCKET = 300_000  # elements
 BUFFERS = 128  # the tiny model's rotary frequencies, two tensors of 16
 PEAK = 0.05
 
-# name -> (DeepSpeed's section "zero_optimization", settings of `resident_bytes`)
+# name -> (DeepSpeed's section "zero_optimization", with "bf16" beside it, settings of `resident_bytes`)
 ON_HOST = {"device": "cpu"}
+BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 ZERO = {
     "zero1": (dict(stage=1), {}),
     "zero2": (dict(stage=2), {}),
     "zero3": (dict(stage=3), {}),
+    "zero2 bf16": (dict(stage=2, bf16={"enabled": True}), dict(precision="bf16")),
+    "zero2 bf16 masters": (dict(stage=2, bf16=BF16_MASTERS), dict(precision="bf16", optimizer="adamw_bf16")),
+    "zero3 bf16 masters": (dict(stage=3, bf16=BF16_MASTERS), dict(precision="bf16", optimizer="adamw_bf16")),
     "zero2 offload": (dict(stage=2, offload_optimizer=ON_HOST), dict(offload="optimizer")),
     "zero3 offload": (dict(stage=3, offload_optimizer=ON_HOST, offload_param=ON_HOST), dict(offload="all")),
 }
@@ -56,8 +60,9 @@ def train_all(zero_cases, fsdp_cases):
     for name, section in zero_cases.items():
         sizes = {"reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET, "stage3_prefetch_bucket_size": 0}
         sizes |= {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
-        config = {"train_batch_size": 2 * ranks, "gradient_clipping": 0.0, "zero_optimization": sizes | section}
-        run = zero.train(config | {"zero_force_ds_cpu_optimizer": False}, **SMALL)
+        config = {"train_batch_size": 2 * ranks, "gradient_clipping": 0.0, "zero_force_ds_cpu_optimizer": False}
+        config["bf16"] = section.pop("bf16", {"enabled": False})
+        run = zero.train(config | {"zero_optimization": sizes | section}, **SMALL)
         results[name] = (run.memory, run.extra["on_host"])
         gc.collect()  # an engine is full of cycles
     for name, settings in fsdp_cases.items():
@@ -108,14 +113,15 @@ def test_three_real_ranks_where_rows_and_elements_do_not_divide(private_tmp):
 
 
 def test_the_peak_of_a_real_step_is_the_estimates(two_ranks):
-    for name in ("zero1", "zero2", "zero3", "fsdp", "fsdp no reshard", "fsdp bf16-mixed"):
+    for name in (*(name for name in ZERO if "offload" not in name), "fsdp", "fsdp no reshard", "fsdp bf16-mixed"):
         need = estimate(
             SHAPE,
             strategy=name.split()[0],
             ranks=2,
             micro_batch_size=2,
             seq_len=SMALL["seq_len"],
-            precision=(ZERO | FSDP)[name][0].get("precision", "fp32"),
+            precision="bf16-mixed" if "bf16" in name else "fp32",
+            optimizer=(ZERO | FSDP)[name][1].get("optimizer", "adamw"),
             device="cpu",
             bucket_elements=BUCKET,
             reshard_after_forward="no" not in name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
+import time
 from collections import Counter
 from functools import cache
 from types import SimpleNamespace
@@ -21,7 +22,9 @@ from course_lib.models import tiny_llama
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed is not installed", allow_module_level=True)
 
-from course_lib.on_cpu.deepspeed import assert_sharded
+from course_lib.observe.holdings import ZeroProbe, counted_peak
+from course_lib.observe.host import HostCopies, resident_peak
+from course_lib.on_cpu.deepspeed import assert_sharded, prepare_deepspeed
 from course_lib.training import zero
 from course_lib.training.sharded import accelerate_zero
 
@@ -188,3 +191,67 @@ def refuse():
 
 def test_nothing_falls_back_in_silence(private_tmp):
     launch(refuse, ranks=2, quiet=True, timeout=120)
+
+
+# ------------------------------------------------------------------------------------------------------------ instruments
+def instruments():
+    """By stage and number of micro-batches, the bytes copied in a step with the optimizer on the host; and a step's peak
+    by two instruments, with the bytes of the batch that only one of them counts."""
+    import deepspeed
+
+    copies = {}
+    for stage, micro_batches in ((1, 1), (1, 3), (2, 1), (2, 3)):
+        settings = dict(bf16={"enabled": True}, gradient_accumulation_steps=micro_batches)
+        engine, step = made(deepspeed, config(stage, offload=["offload_optimizer"], **settings))
+        step()  # makes the host's buffers
+        with HostCopies(engine) as counted:
+            step()
+        copies[stage, micro_batches] = counted.down, counted.up
+    engine, step = made(deepspeed, config(2))
+    step()
+    with ZeroProbe(engine).measure() as probe:
+        step()
+    return copies, probe.bytes["peak"], counted_peak(engine, step)
+
+
+def made(deepspeed, how):
+    """An engine, and a function that takes one whole step with it."""
+    prepare_deepspeed()
+    model, batch = tiny_llama(), torch.zeros(2, 16, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=how)
+
+    def step():
+        for _ in range(engine.gradient_accumulation_steps()):
+            engine(input_ids=batch, labels=batch).loss.backward()
+            engine.step()
+
+    return engine, step
+
+
+def test_instruments_of_offloading_and_of_the_peak(private_tmp):
+    for copies, peak, counted in launch(instruments, ranks=2, threads=1, quiet=True, timeout=120).results:
+        local = 2 * share(2, 2)  # bytes of a share in 16 bits
+        for micro_batches in (1, 3):  # whole gradients are summed on the device: they come down once, in fp32
+            assert copies[1, micro_batches] == (2 * local, local)
+        assert copies[2, 1] == (2 * local, local)
+        down, up = copies[
+            2, 3
+        ]  # every micro-batch down, the sum so far up and down again; tensors on a border are whole
+        assert 5 * local <= down < 5.4 * local and 3 * local <= up < 3.3 * local
+        assert counted == peak  # the batch was there before, so neither counts it
+
+
+def test_the_pages_of_a_rank_are_seen_to_come_and_go(tmp_path):
+    path, size = tmp_path / "weights", 32 * 2**20
+    path.write_bytes(bytes(size))
+    with resident_peak() as seen:
+        mapped = torch.from_file(str(path), size=size // 4)
+        mapped.sum()
+        block = torch.ones(size // 4)
+        time.sleep(0.05)  # longer than the pause between two looks
+        del block, mapped
+    assert abs(seen["mapped"] - size) < 2**22 and abs(seen["resident"] - 2 * size) < 2**23
+    with resident_peak() as seen:
+        time.sleep(0.01)
+    assert seen["resident"] < 2**22

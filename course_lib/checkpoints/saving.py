@@ -117,6 +117,8 @@ def _head(
     keep: int,
     trainable_only: bool,
 ) -> Manifest:
+    if hasattr(model, "zero_optimization_stage"):  # its stage 3 would be saved as empty tensors
+        raise ValueError("a DeepSpeed engine saves itself: call its save_checkpoint.")
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name}={value!r}: give a whole number of at least {least}.")
