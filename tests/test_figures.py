@@ -118,6 +118,9 @@ DRAWINGS = [
     partial(collectives.by_ranks, {"ring": {2: 1, 4: 1.5}}, {"ring": {2: 1, 4: 1.5}}, unit="messages", title="Sent"),
     partial(collectives.seconds_by_link, {"slow": 1.0, "fast": 0.1}, title="1 GB"),
     partial(sharding.bytes_by_stage, HELD, note="2 ranks"),
+    partial(
+        sharding.bytes_by_stage, [{"name": "large", "computed": {"parameters": 9e12}}, {"name": "none", "computed": {}}]
+    ),
     partial(sharding.traffic, SENT, note="counted by the system"),
     partial(sharding.who_holds_what, SLICES),
     partial(fsdp.memory_by_unit, {"a": CURVE, "b": CURVE}, units=[("0", 5, 10**9)], lines={"c": MIB}, title="Units"),

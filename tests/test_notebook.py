@@ -20,6 +20,7 @@ from course_lib.notebook.widgets.buckets import bucket_explorer
 from course_lib.notebook.widgets.grid_explorer import axis_traffic, grid_explorer
 from course_lib.notebook.widgets.memory import answer, calculator, timeline_explorer
 from course_lib.notebook.widgets.ring_stepper import ring_stepper
+from course_lib.notebook.widgets.zero import zero_explorer
 from course_lib.parallel.grid import Grid
 
 
@@ -126,6 +127,23 @@ def test_a_larger_bucket_pays_fewer_latencies_and_one_gpu_sends_nothing():
         shown["GPUs"].value, shown["bucket, MiB"].value = gpus, mib
         seconds = float(re.search(r"([\d.]+) s a step", widget.children[1].value)[1])
         assert seconds == pytest.approx(expected, abs=0.006), (gpus, mib)
+
+
+def test_stages_divide_what_they_shard_and_offloading_moves_it():
+    widget = zero_explorer()
+    shown = controls(widget)
+    for name, value, expected in (
+        (
+            "GPUs",
+            8,
+            ("DDP: computed 128 GB", "stage 1: computed 44 GB", "stage 2: computed 30 GB", "stage 3: computed 16 GB"),
+        ),
+        ("precision", "bf16, bf16 masters", ("DDP: computed 80 GB", "stage 3: computed 10 GB")),
+        ("offload", "all", ("(host: 8 GB): computed 16 GB", "(host: 10 GB): computed 0 GB")),  # 6 + 2 bytes, of 8 ranks
+    ):
+        shown[name].value = value
+        for part in expected:
+            assert part in widget.children[1].value, (name, part)
 
 
 def test_jupyterlab_ends_kernels_of_closed_notebooks_after_half_an_hour_and_says_so(monkeypatch, capsys):

@@ -6,7 +6,6 @@ import importlib
 import json
 import shlex
 
-import pytest
 import yaml
 from plan_cases import HUGE, LLAMA, a_plan
 from refusals import assert_refused
@@ -88,11 +87,11 @@ def test_zero_s_program_gets_deepspeed_s_json_and_its_own_adam() -> None:
 
 def assert_sound(config, ranks):
     """DeepSpeed knows each key of the ZeRO section, and the batch sizes agree."""
-    pytest.importorskip("deepspeed")
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    if importlib.util.find_spec("deepspeed"):
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    read = DeepSpeedZeroConfig(**config["zero_optimization"])  # an unknown key is an error there
-    assert read.stage == config["zero_optimization"]["stage"]
+        read = DeepSpeedZeroConfig(**config["zero_optimization"])  # an unknown key is an error there
+        assert read.stage == config["zero_optimization"]["stage"]
     micro_batch, micro_batches = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
     assert config["train_batch_size"] == micro_batch * micro_batches * ranks
 

@@ -17,6 +17,7 @@ from parity import TOLERANCE, Runs, assert_same_training, off_by, one_rank
 from refusals import assert_refused
 
 from course_lib.launch import launch
+from course_lib.launch.emulation.memory_limit import attempt, memory_limit
 from course_lib.models import tiny_llama
 
 if importlib.util.find_spec("deepspeed") is None:
@@ -184,13 +185,21 @@ def refuse():
             (lambda: assert_sharded(engine(0, whole)), RuntimeError, "stage 0"),
             (lambda: assert_sharded(engine(1, whole)), RuntimeError, "803,968 of 803,968"),
             (lambda: zero.train(config(0)), RuntimeError, "stage 0"),
-            (lambda: accelerate_zero.train(expect_ranks=3), RuntimeError, "3 ranks"),
         ]
     )
 
 
-def test_nothing_falls_back_in_silence(private_tmp):
+def test_nothing_falls_back_in_silence(private_tmp, capsys):
     launch(refuse, ranks=2, quiet=True, timeout=120)
+    attempt("alone", zero.train, config(2), ranks=1)  # what a launcher that starts one process comes to
+    attempt("too small", take, ranks=1)
+    alone, too_small = capsys.readouterr().out.splitlines()
+    assert "found one" in alone and "zero.py" not in alone and "64000000 bytes" in too_small and "ones" in too_small
+
+
+def take():
+    with memory_limit(2**25):
+        torch.ones(16_000_000)
 
 
 # ------------------------------------------------------------------------------------------------------------ instruments

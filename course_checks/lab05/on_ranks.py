@@ -15,7 +15,6 @@ from torch import nn
 
 from course_checks.harness import bytes_behind_views, live_bytes, settled_bytes
 from course_checks.lab05.common import SLACK, slots
-from course_checks.lab05.config import batch_sizes
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
 from course_lib.observe.holdings import ZeroProbe
@@ -219,7 +218,7 @@ def train_by_config(config: dict[str, Any]) -> dict[str, Any]:
     sharded = torch.optim.AdamW(model.parameters(), **settings)
     engine, *_ = deepspeed.initialize(model=model, optimizer=sharded, config=config)
     assert_sharded(engine)
-    size, _, accumulate = batch_sizes(config, ranks=ranks)
+    size, accumulate = engine.train_batch_size(), engine.gradient_accumulation_steps()
     optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-3)
     losses, expected = [], []
     for step in range(2):

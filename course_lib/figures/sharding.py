@@ -15,7 +15,7 @@ from course_lib.figures.style import (
     picture,
     require,
 )
-from course_lib.units import MIB, nice_bytes
+from course_lib.units import GB, MIB, nice_bytes, nice_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,21 +55,21 @@ def bytes_by_stage(rows: Sequence[Mapping[str, Any]], *, title: str = "Bytes on 
     summary, shown, longest = [], {}, 0.0
     kinds = {"measured": (0.46, 0.12), "computed": (0.46, 0.12), "predicted": (0.2, -0.25)}
     most = max(sum(size for _, size in _parts(row.get(which))) for row in rows for which in kinds)
-    unit, unit_name = (1e9, "GB") if most > 1e9 else (MIB, "MiB")
+    unit, unit_name = (GB, "GB") if most > GB else (MIB, "MiB")
     for place, row in zip(range(len(rows))[::-1], rows, strict=True):
         totals = []
         for which, (height, offset) in kinds.items():
-            if row.get(which) is None:
+            left, parts = 0.0, _parts(row.get(which))
+            if not parts and not (which == "computed" and which in row):
                 continue
-            left = 0.0
-            for name, size in _parts(row.get(which)):
+            for name, size in parts:
                 label, colour, hatch = CATEGORIES.get(name, ("", "white", ""))
                 look = {"facecolor": colour, "hatch": hatch, "edgecolor": "white"}
                 if which == "predicted":
                     label, look = which, {"facecolor": "none", "edgecolor": "black", "linewidth": 1.2}
                 shown.setdefault(label, axis.barh(place + offset, size / unit, height, left=left, **look))
                 left += size / unit
-            total = f"{left:.3g} GB" if unit == 1e9 else nice_bytes(left * unit)
+            total = f"{nice_number(left)} GB" if unit == GB else nice_bytes(left * unit)
             totals.append(f"{which} {total}")
             if which != "predicted":
                 _beside(axis, left, place + offset, total)

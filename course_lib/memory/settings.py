@@ -130,7 +130,7 @@ def _run(*choices: str | bool | int) -> Run:
         at_rest, master = (4, 0) if fsdp and full else (2, 4)
     elif deepspeed:
         master = 4  # DeepSpeed copies its partition in fp32 whatever its dtype
-    if deepspeed and s.optimizer == "adamw_bf16":
+    if deepspeed and s.optimizer == "adamw_bf16" and s.precision.startswith("bf16"):
         master = 2  # it takes bf16_optimizer_states only with bf16_master_weights_and_grads
     if fsdp:
         master = 0  # the shards are the master copy

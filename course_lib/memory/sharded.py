@@ -48,7 +48,7 @@ def resident_bytes(
         ranks: that train together. rank: which one; ranks are not equal where rows or elements do not divide.
         precision: "fp32"; "bf16", "fp16" (zero: 16-bit weights and fp32 master copies; ddp and fsdp: everything in 16
             bits); "bf16-mixed", "fp16-mixed" (ddp and fsdp: weights in fp32, computed with in 16 bits).
-        optimizer: "adamw"; "adamw_bf16" (zero1 to zero3): master copies and moments of 2 bytes instead of 4, DeepSpeed's
+        optimizer: "adamw"; "adamw_bf16" (zero1 to zero3 in bf16): master copies and moments of 2 bytes instead of 4, DeepSpeed's
             bf16_master_weights_and_grads with bf16_optimizer_states.
         reshard_after_forward: fsdp's reshard_after_forward. It changes what is there between the forward and the backward pass and
             nothing at rest; taken so that one set of settings serves all.
@@ -237,7 +237,8 @@ def _up(elements: int, multiple: int) -> int:
 def _check(strategy: str, ranks: int, rank: int, precision: str, optimizer: str, offload: str, shards: int) -> None:
     pick("strategy", strategy, STRATEGIES)
     pick("precision", precision, PRECISIONS)
-    pick("optimizer", optimizer, ("adamw", "adamw_bf16") if strategy[-1] in "123" else ("adamw",))
+    in_bf16 = strategy in ("zero1", "zero2", "zero3") and precision == "bf16"
+    pick("optimizer", optimizer, ("adamw", "adamw_bf16") if in_bf16 else ("adamw",))
     pick("offload", offload, OFFLOADS)
     if not 0 <= rank < ranks:
         raise ValueError(f"rank={rank} is none of the {ranks} ranks: give 0 to {ranks - 1}.")

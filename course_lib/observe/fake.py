@@ -95,10 +95,8 @@ class LiveStorages(TorchDispatchMode):
             return done
 
         with ExitStack() as stack:
-            frozen = gc.get_freeze_count()
             gc.freeze()  # what is there now is not looked through again, so that collecting takes no time
-            if not frozen:  # what a launched rank shares with the others stays frozen, and this with it
-                stack.callback(gc.unfreeze)
+            stack.callback(gc.unfreeze)
             stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
             torch.UntypedStorage.resize_ = resize_
             stack.enter_context(pause_after_waiting())

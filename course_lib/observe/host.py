@@ -22,12 +22,12 @@ POLL = 0.001  # seconds
 def resident_peak() -> Iterator[dict[str, int]]:
     """Find the most memory that this process takes in the block, beyond what it has at the start.
 
-    Pages count while they are resident, those of mapped files too: safetensors maps its files. A peak of less than a
-    millisecond may be missed.
+    Pages count while they are resident, those of mapped files too: safetensors maps its files. A peak that is over before
+    the next look, about a millisecond later, is missed. From here on malloc gives larger blocks back as they are freed.
 
     Yields:
         A dictionary that holds bytes once the block is over: "resident" in the host's memory, of these "mapped" from
-        files (at their own peak; 0 where the system does not tell), and on a GPU the "device".
+        files or shared (at their own peak; 0 where the system does not tell), and on a GPU the "device".
     """
     give_back_free_memory()
     process, found, over = psutil.Process(), {"resident": 0, "mapped": 0}, threading.Event()
@@ -39,11 +39,14 @@ def resident_peak() -> Iterator[dict[str, int]]:
     before = now()
 
     def poll() -> None:
-        while not over.wait(POLL):
+        done = False
+        while not done:
+            done = over.wait(POLL)  # one more look when it is over
             for name, size in now().items():
                 found[name] = max(found[name], size - before[name])
 
-    if torch.cuda.is_initialized():
+    on_gpu = torch.cuda.is_initialized()
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         allocated = torch.cuda.memory_allocated()
     poller = threading.Thread(target=poll)
@@ -53,7 +56,7 @@ def resident_peak() -> Iterator[dict[str, int]]:
     finally:
         over.set()
         poller.join()
-        if torch.cuda.is_initialized():
+        if on_gpu:
             found["device"] = torch.cuda.max_memory_allocated() - allocated
 
 

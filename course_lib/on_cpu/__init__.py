@@ -1,1 +1,1 @@
-"""What real frameworks need to run on CPU ranks. With CUDA nothing here changes anything."""
+"""What real frameworks need to run on CPU ranks."""

@@ -1,4 +1,4 @@
-"""DeepSpeed on the ranks that are there, and proof that it shards. With CUDA only the proof does anything.
+"""DeepSpeed on the ranks that are there, and proof that it shards.
 
 On CPU ranks DeepSpeed's own shared-memory all-reduce stays off: compiling it takes a minute, and whatever counts
 collectives would not see its traffic.
@@ -15,9 +15,8 @@ import torch.distributed as dist
 from course_lib.launch import rank_device, warm_on_cpu
 
 # What a rank imports before its first step with DeepSpeed. Of its optimizers Muon has itself compiled while it is
-# imported, which brings torch's compiler along: three quarters of the time. The last one asks once, for all ranks that
-# are forked later, what the compiler could build.
-SLOW = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.ops")
+# imported, which brings torch's compiler along: three quarters of the time.
+SLOW = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 def warm_deepspeed() -> None:
@@ -40,7 +39,9 @@ def prepare_deepspeed() -> None:
 
 
 def assert_sharded(engine: Any) -> int:
-    """Raise RuntimeError unless this is DeepSpeed's engine at stage 1 to 3, and this rank's optimizer steps only its share.
+    """Raise RuntimeError unless DeepSpeed's engine shards, and this rank's optimizer steps only its share.
+
+    That takes stage 1, 2 or 3, and two ranks: a launcher may have started one that believes it is alone.
 
     Returns:
         Elements that this rank's optimizer steps, padding included.
@@ -50,6 +51,8 @@ def assert_sharded(engine: Any) -> int:
         raise RuntimeError(f"expected a DeepSpeedEngine, found {name}: every rank holds everything.")
     if not engine.zero_optimization_stage():
         raise RuntimeError("expected ZeRO stage 1, 2 or 3, found stage 0: every rank holds everything.")
+    if (ranks := dist.get_world_size()) < 2:
+        raise RuntimeError("expected several ranks, found one: it holds everything.")
     outer = engine.optimizer
     if hasattr(outer, "fp16_partitioned_groups_flat_numel"):  # stage 3 hands them to Adam one group at a time
         local = sum(outer.fp16_partitioned_groups_flat_numel)
@@ -57,7 +60,7 @@ def assert_sharded(engine: Any) -> int:
         groups = getattr(outer, "optimizer", outer).param_groups
         local = sum(p.numel() for group in groups for p in group["params"])
     trained = [p for p in engine.module.parameters() if p.requires_grad]
-    whole, ranks = sum(getattr(p, "ds_numel", p.numel()) for p in trained), dist.get_world_size()
+    whole = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
     if local > whole // ranks + ranks * (2 + len(trained)):  # padding adds a few elements per weight at most
         raise RuntimeError(
             f"this rank's optimizer steps {local:,} of {whole:,} elements, more than one of {ranks} shares."

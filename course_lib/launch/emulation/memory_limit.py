@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,13 +82,14 @@ def _of_process(num_bytes: float) -> Iterator[None]:
 
 
 def attempt(name: str, function: Callable[..., Any], *args: Any, ranks: int = 2) -> None:
-    """Launch ``function(*args)``, which limits its memory, and print whether it fits, or what was refused and where."""
+    """Launch ``function(*args)``, which limits its memory or checks itself, and print that it fits, or what failed where."""
     try:
         launch(function, *args, ranks=ranks, threads=1, quiet=True)
         print(f"{name}: fits")
     except RankFailed as error:
-        refused = error.cause_message.split("DefaultCPUAllocator: ")[-1].split(". ")[0]
-        print(f"{name}: {refused.rstrip('.')}, in {error.where.split(': ')[-1]}")
+        message = error.cause_message.split("DefaultCPUAllocator: ")[-1]
+        message = re.split(r"\. (?:Error|GPU) ", message)[0].rstrip(".")  # both allocators go on for lines
+        print(f"{name}: {message}, in {error.where.split(': ', 1)[-1]}")
 
 
 def data_bytes() -> int:

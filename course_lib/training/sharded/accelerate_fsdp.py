@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader
 from course_lib.models import tiny_llama
 from course_lib.models.data import GlobalBatches
 from course_lib.observe import observe
+from course_lib.on_cpu.accelerate import let_cpu_ranks_shard
 from course_lib.training.command_line import run
 from course_lib.training.finetune.building import build_optimizer
 from course_lib.training.micro_batches import micro_batch_size
 from course_lib.training.outcome import Outcome, outcome
-from course_lib.training.sharded.accelerate_on_cpu import let_cpu_ranks_shard
 from course_lib.training.sharded.fsdp_sharding import proof
 from course_lib.validation import pick
 

@@ -10,25 +10,17 @@ from course_lib.models import tiny_llama
 from course_lib.models.data import GlobalBatches
 from course_lib.observe import observe
 from course_lib.observe.holdings import ZeroProbe
+from course_lib.on_cpu.accelerate import let_cpu_ranks_shard
 from course_lib.on_cpu.deepspeed import assert_sharded, prepare_deepspeed
-from course_lib.training.command_line import run
 from course_lib.training.micro_batches import micro_batch_size
 from course_lib.training.outcome import Outcome, outcome
-from course_lib.training.sharded.accelerate_on_cpu import let_cpu_ranks_shard
 
 
-def train(
-    *,
-    stage: int = 2,
-    steps: int = 20,
-    global_batch: int = 8,
-    seq_len: int = 128,
-    expect_ranks: int = 0,
-) -> Outcome:
+def train(*, stage: int = 2, steps: int = 20, global_batch: int = 8, seq_len: int = 128) -> Outcome:
     """Train the tiny Llama with Accelerate's DeepSpeed plugin; ``stage`` is ZeRO's, 1 to 3, the rest as in `accelerate_ddp`.
 
     Raises:
-        RuntimeError: another number of ranks than expected, or a model that is not sharded.
+        RuntimeError: nothing is sharded: one rank, or a model that DeepSpeed has not wrapped.
     """
     let_cpu_ranks_shard()
     config = {
@@ -44,11 +36,8 @@ def train(
         },
     }
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
-    ranks = accelerator.num_processes
-    if expect_ranks and ranks != expect_ranks:
-        raise RuntimeError(f"expected ZeRO on {expect_ranks} ranks, found {ranks}: does the launcher start them?")
     prepare_deepspeed()
-    micro_batch = micro_batch_size(steps, global_batch, ranks)
+    micro_batch = micro_batch_size(steps, global_batch, accelerator.num_processes)
     model = tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rows = GlobalBatches(steps, global_batch=global_batch, seq_len=seq_len)
@@ -63,7 +52,3 @@ def train(
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
     kind = str(accelerator.distributed_type)
     return outcome(observation, losses, type(model).__name__, local_elements=local_elements, distributed_type=kind)
-
-
-if __name__ == "__main__":
-    run(train, own_group=False)

@@ -47,6 +47,7 @@ def files(plan: Plan, base_model: str | None) -> dict[str, str]:
         ]
     beside = {}
     if "config" in arguments:
+        notes.append(f"It reads {deepspeed.FILE}, which lies beside this script on every machine.")
         beside[deepspeed.FILE] = json.dumps(arguments["config"], indent=2) + "\n"
         arguments["config"] = Shell(f'"$(dirname "$0")/{deepspeed.FILE}"')
     line = wrapped([*started, "-m", module, *options(arguments), Shell('"$@"')])
