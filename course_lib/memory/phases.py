@@ -69,7 +69,7 @@ def stage(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: bool, 
     """`accumulate`: gradients of earlier micro-batches are there already."""
     numerics = numerics_of(run, shape)
     # zero2 and zero3 move each gradient into a bucket, or to the host, as soon as it is there
-    at_once = run.zero_stage > 1 or (run.zero_stage == 1 and run.offload != "none")
+    at_once = run.zero_stage > 1
     adapters = count(held(shape, 1, shape.layers, True, True, run.rank).factors)
     r = resident(run, shape, ranks, t, layers, first, last)
     return Stage(

@@ -82,6 +82,8 @@ def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: boo
         buckets = run.gradient * trainable
     elif run.zero_stage:
         buckets, bucketful = compute * run.bucket_elements, compute * min(run.bucket_elements, trainable)
+        if run.offload != "none" and run.zero_stage < 3:  # a gradient on its way to the host
+            buckets += compute * max((elements for elements, _ in trained), default=0)
     gathered = blocks_at_rest // layers if run.method == "qlora" else compute * (count(h.matrices) // layers)
     gathered += compute * (count(h.vectors) // layers) + run.factors * (factors // layers)
     outer_copy = compute * outer
