@@ -33,7 +33,7 @@ ROOMS = {
         600,
     ),  # every cell says that it runs, the map is a page of cards, and buckets and stages have sliders
     "course_lib/figures": (2013, 950),  # a figure becomes a compact SVG; gigabytes
-    "course_lib/on_cpu": (66, 500),  # came from training
+    "course_lib/on_cpu": (90, 500),  # came from training
     "course_lib": (600, 300),  # a lesson's opening picture in Colab
     "course_tools/planning": (3707, 2500),  # a ZeRO plan's script brings its JSON
     "course_tools/axolotl": (3089, 2000),  # a notebook needs no remark that it waits

@@ -73,7 +73,9 @@ def _zero12(run: Run, r: Resident, layers: int, accumulate: bool, waiting: int, 
         before = r.whole if accumulate else 0
         block = 0 if accumulate else r.block_gradient
         end = r.buckets + r.whole
-        reduced = end + r.share  # whole gradients go when all have been summed
+        reduced = end + max(
+            0, r.share - r.bucketful
+        )  # those in the bucket lie there alone; none goes before the last sum
         return Communication(before, before + r.buckets, waiting if accumulate else head, block, end, 0, reduced, step)
     if run.offload != "none":
         return Communication(0, r.buckets, waiting, 0, r.buckets + r.bucketful, 0, 0, r.step)
