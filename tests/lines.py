@@ -23,7 +23,7 @@ ROOMS = {
         1150,
     ),  # memory snapshots, an all-to-all's formula, a rank's pages and copies on the host
     "course_lib/collectives": (713, 650),
-    "course_lib/memory": (2871, 2300),  # DeepSpeed's bf16 master copies
+    "course_lib/memory": (2880, 2300),  # DeepSpeed's bf16 master copies
     "course_lib/parallel": (668, 550),  # when a bucket travels, by arithmetic
     "course_lib/models": (739, 400),  # the Llama of any widths came from training
     "course_lib/training": (4911, 1200),
@@ -35,7 +35,7 @@ ROOMS = {
     "course_lib/figures": (2013, 950),  # a figure becomes a compact SVG; gigabytes
     "course_lib/on_cpu": (90, 500),  # came from training
     "course_lib": (600, 300),  # a lesson's opening picture in Colab
-    "course_tools/planning": (3707, 2500),  # a ZeRO plan's script brings its JSON
+    "course_tools/planning": (3708, 2500),  # a ZeRO plan's script brings its JSON
     "course_tools/axolotl": (3089, 2000),  # a notebook needs no remark that it waits
     "course_tools/clusters": (1090, 600),
     "course_tools/conversion": (1023, 700),
@@ -47,7 +47,7 @@ ROOMS = {
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (3224, 1300),
     "tests": (
-        15030,
+        15031,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser
     "benchmarks": (2345, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one
