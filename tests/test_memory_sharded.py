@@ -134,10 +134,12 @@ def test_the_peak_of_a_real_step_is_the_estimates(two_ranks):
 def test_the_papers_figure_1():
     """arXiv:1910.02054, figure 1: 7.5B parameters on 64 GPUs, 120 GB without ZeRO."""
     parameters = sum(tensor.elements for unit in SEVEN for tensor in unit)
-    for stage, printed in ((0, 120), (2, 16.6), (3, 1.9)):
-        held = resident_bytes(SEVEN, strategy=f"zero{stage}", ranks=64, rank=9, precision="bf16", bucket_elements=1)
-        assert held["total"] == pytest.approx(state_bytes(parameters, ranks=64, stage=stage), rel=0.01), stage
-        assert held["total"] / 1e9 == pytest.approx(printed, rel=0.02), stage
+    for stage, printed in ((0, 120), (1, 31.4), (2, 16.6), (3, 1.9)):
+        formula = state_bytes(parameters, ranks=64, stage=stage)
+        assert formula / 1e9 == pytest.approx(printed, rel=0.02), stage
+        if stage > 1:  # DeepSpeed's stage 1 has dropped gradients that the paper's keeps
+            held = resident_bytes(SEVEN, strategy=f"zero{stage}", ranks=64, rank=9, precision="bf16", bucket_elements=1)
+            assert held["total"] == pytest.approx(formula, rel=0.01), stage
 
 
 def test_a_hybrid_shares_among_the_ranks_of_one_copy():

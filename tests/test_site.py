@@ -53,10 +53,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def alternative_texts(lesson: str) -> list[str]:
-    """What the pictures of a lesson say of themselves, in order: its drawing, then its figures."""
-    cells = json.loads((ROOT / "lessons" / f"{lesson}.ipynb").read_text(encoding="utf-8"))["cells"]
-    drawing = re.findall(r"^!\[(.*)\]", "".join(cells[0]["source"]), re.MULTILINE)
-    return drawing + [alt for cell in cells for output in cell.get("outputs", ()) for _, alt in pictures(output)]
+    """What the pictures of a lesson say of themselves, in order: drawings in its text, figures in its outputs."""
+    texts = []
+    for cell in json.loads((ROOT / "lessons" / f"{lesson}.ipynb").read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "markdown":
+            texts += re.findall(r"^!\[(.*)\]", "".join(cell["source"]), re.MULTILINE)
+        texts += [alt for output in cell.get("outputs", ()) for _, alt in pictures(output)]
+    return texts
 
 
 def test_no_lesson_lacks_a_figure_a_formula_its_lab_or_its_card(site):

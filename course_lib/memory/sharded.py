@@ -14,7 +14,7 @@ from course_lib.memory.settings import BUCKET_ELEMENTS
 from course_lib.memory.units import Tensor, as_tensors, units_of
 from course_lib.validation import pick, positive
 
-STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp")
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed")
 ALIGNMENT = 2  # DeepSpeed's nccl_start_alignment_factor: stages 1 and 2 pad to a multiple of it times the ranks
 HELD = ("parameters", "gradients", "optimizer_state", "master", "buckets", "gathered")  # these add up to "total"
@@ -43,7 +43,7 @@ def resident_bytes(
     Args:
         units: shapes of the parameters, a list for each unit, in the order of ``model.parameters()``, as `units_of` gives
             them; or the name of a preset.
-        strategy: "ddp" is PyTorch's; "zero0" to "zero3" DeepSpeed's stages, with one group of parameters; "fsdp" is
+        strategy: "ddp" is PyTorch's; "zero1" to "zero3" DeepSpeed's stages, with one group of parameters; "fsdp" is
             fully_shard.
         ranks: that train together. rank: which one; ranks are not equal where rows or elements do not divide.
         precision: "fp32"; "bf16", "fp16" (zero: 16-bit weights and fp32 master copies; ddp and fsdp: everything in 16
@@ -92,7 +92,7 @@ def resident_bytes(
     elif stage > 0:
         found = _zero12(tensors, ranks, rank, element, state, offload)
     else:
-        found = _whole(tensors, element, deepspeed=stage == 0)
+        found = _whole(tensors, element)
     pad = found.pop("gradient_padding")
     if not gradients and stage != 3 and not (stage > 0 and offload != "none"):
         found["host"] -= found["gradients"] if found["host"] else 0
@@ -116,18 +116,14 @@ def _moments(elements: int, each: int, counters: int) -> int:
     return 2 * each * elements + STEP * counters
 
 
-def _whole(tensors: list[Tensor], element: int, *, deepspeed: bool) -> dict[str, int]:
-    """Every rank has everything. DDP adds its buckets, as large as the gradients; DeepSpeed frees its own each time."""
+def _whole(tensors: list[Tensor], element: int) -> dict[str, int]:
+    """Every rank has everything, and DDP's buckets, as large as the gradients."""
     trained = [tensor for tensor in tensors if tensor.trainable]
-    elements, found = sum(tensor.elements for tensor in trained), _empty()
+    found = _empty()
     found["parameters"] = _bytes(tensors, element, lambda tensor: tensor.elements)
     found["gradients"] = _bytes(trained, element, lambda tensor: tensor.elements)
-    if deepspeed:
-        found["master"] = 4 * elements if element == 2 else 0
-        found["optimizer_state"] = _moments(elements, 4, len(trained))
-    else:
-        found["buckets"] = found["gradients"]
-        found["optimizer_state"] = 2 * found["gradients"] + STEP * len(trained)
+    found["buckets"] = found["gradients"]
+    found["optimizer_state"] = 2 * found["gradients"] + STEP * len(trained)
     return found
 
 
@@ -250,4 +246,4 @@ def _check(strategy: str, ranks: int, rank: int, precision: str, optimizer: str,
         raise ValueError(f"shard_ranks is fsdp's: under {strategy} all {ranks} ranks share, or none.")
     if shards < 1 or ranks % shards:
         raise ValueError(f"shard_ranks={shards} does not divide {ranks} ranks.")
-    check_combination(strategy="ddp" if strategy == "zero0" else strategy, optimizer=optimizer, offload=offload)
+    check_combination(strategy=strategy, optimizer=optimizer, offload=offload)

@@ -4,15 +4,13 @@ What DeepSpeed 0.19 holds between two steps, in elements of a model of P trained
 
 stages 1 and 2
     The weights lie in one flat tensor, P rounded up to a multiple of 2 N (its "nccl_start_alignment_factor" of 2, times the
-    ranks), on every rank whole. A rank's share is that over N. The optimizer has an fp32 copy of the share ("master"), also
-    where the weights are in fp32 already, two moments of it, and one step counter of 4 bytes.
+    ranks), on every rank whole. A rank's share is that over N. The optimizer has a copy of the share ("master"), in fp32
+    unless bf16 was asked for, also where the weights are in fp32 already; two moments of it; one step counter of 4 bytes.
 stage 3
     Each weight is cut by itself: a rank holds ceil(elements / N) of it, the last rank's end being padding. The optimizer
-    keeps an fp32 copy of its share even where the weights are fp32: DeepSpeed's test for this compares a torch.device with
+    keeps a copy of its share even where the weights are fp32: DeepSpeed's test for this compares a torch.device with
     a string and never matches. The gradients' share stays allocated between steps, and so does one bucket of
     `reduce_bucket_size`.
-stage 0
-    Everything, as DistributedDataParallel; in 2-byte precisions a copy of all weights in fp32.
 
 Gradients are counted when backward is over and the step has not begun: in stages 1 and 2 those of every weight that lies at
 least in part in the rank's share, whole, so a weight on the border of two shares is there twice. The bucket of stages 1 and
