@@ -21,13 +21,14 @@ from course_lib.training.command_line import run
 from course_lib.training.outcome import Outcome, outcome
 
 
-def train(config: str | dict[str, Any], *, steps: int = 20, seq_len: int = 128) -> Outcome:
+def train(config: str | dict[str, Any], *, steps: int = 20, seq_len: int = 128, lr: float = 1e-3) -> Outcome:
     """Train the tiny Llama under DeepSpeed; the default process group must be up.
 
     Args:
         config: DeepSpeed's configuration, or the path of its JSON file: batch sizes, precision, ZeRO's stage, offload.
         steps: optimizer steps.
         seq_len: tokens per sequence.
+        lr: AdamW's learning rate.
 
     Raises:
         RuntimeError: nothing is sharded: one rank, or stage 0.
@@ -37,7 +38,7 @@ def train(config: str | dict[str, Any], *, steps: int = 20, seq_len: int = 128) 
     import deepspeed  # here: a notebook's own process needs none of it
 
     model = tiny_llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     local_elements = assert_sharded(engine)  # raises where nothing is
     global_batch, micro_batches = engine.train_batch_size(), engine.gradient_accumulation_steps()
