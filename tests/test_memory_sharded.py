@@ -131,6 +131,13 @@ def test_the_peak_of_a_real_step_is_the_estimates(two_ranks):
         assert need.peak == pytest.approx(two_ranks[0][name][0]["peak"], rel=PEAK), (name, need.phases)
 
 
+def test_stage_3_steps_a_sub_group_at_a_time():
+    """DeepSpeed's sub_group_size is 10^9 elements: of a rank's 2 x 10^9 no more are made flat (2 bytes) and cast (4) at once."""
+    large = estimate("llama-3.1-8b", strategy="zero3", ranks=4, precision="bf16-mixed", bucket_elements=1)
+    resting = large.weights + large.optimizer + large.gradients
+    assert large.phases["optimizer step"] - resting == pytest.approx(6 * 10**9, rel=1e-6)
+
+
 def test_the_papers_figure_1():
     """arXiv:1910.02054, figure 1: 7.5B parameters on 64 GPUs, 120 GB without ZeRO."""
     parameters = sum(tensor.elements for unit in SEVEN for tensor in unit)

@@ -205,27 +205,27 @@ def take():
 # ------------------------------------------------------------------------------------------------------------ instruments
 def instruments():
     """By stage and number of micro-batches, the bytes copied in a step with the optimizer on the host; and a step's peak
-    by two instruments, with the bytes of the batch that only one of them counts."""
-    import deepspeed
-
+    by two instruments."""
     copies = {}
     for stage, micro_batches in ((1, 1), (1, 3), (2, 1), (2, 3)):
         settings = dict(bf16={"enabled": True}, gradient_accumulation_steps=micro_batches)
-        engine, step = made(deepspeed, config(stage, offload=["offload_optimizer"], **settings))
+        engine, step = made(config(stage, offload=["offload_optimizer"], **settings))
         step()  # makes the host's buffers
         with HostCopies(engine) as counted:
             step()
         copies[stage, micro_batches] = counted.down, counted.up
-    engine, step = made(deepspeed, config(2))
+    engine, step = made(config(2))
     step()
     with ZeroProbe(engine).measure() as probe:
         step()
     return copies, probe.bytes["peak"], counted_peak(engine, step)
 
 
-def made(deepspeed, how):
+def made(how):
     """An engine, and a function that takes one whole step with it."""
     prepare_deepspeed()
+    import deepspeed
+
     model, batch = tiny_llama(), torch.zeros(2, 16, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=how)
@@ -244,9 +244,8 @@ def test_instruments_of_offloading_and_of_the_peak(private_tmp):
         for micro_batches in (1, 3):  # whole gradients are summed on the device: they come down once, in fp32
             assert copies[1, micro_batches] == (2 * local, local)
         assert copies[2, 1] == (2 * local, local)
-        down, up = copies[
-            2, 3
-        ]  # every micro-batch down, the sum so far up and down again; tensors on a border are whole
+        down, up = copies[2, 3]
+        # every micro-batch down, the sum so far up again, at last the sum in fp32; tensors on a border are whole
         assert 5 * local <= down < 5.4 * local and 3 * local <= up < 3.3 * local
         assert counted == peak  # the batch was there before, so neither counts it
 

@@ -1,7 +1,8 @@
 """What gradients and communication add to each phase of a step, by the way in which ranks share the model.
 
 Read off DeepSpeed 0.19.8's and PyTorch 2.13's code, and held against the peak of real steps on two ranks (fp32 and bf16,
-micro-batches alone and accumulated): within 5 %. What gloo copies for itself on CPU ranks is in neither.
+micro-batches alone and accumulated): within 5 %, with an offloaded optimizer in bf16 within 8 %. What gloo copies for itself
+on CPU ranks is in neither.
 """
 
 from __future__ import annotations
@@ -73,9 +74,8 @@ def _zero12(run: Run, r: Resident, layers: int, accumulate: bool, waiting: int, 
         before = r.whole if accumulate else 0
         block = 0 if accumulate else r.block_gradient
         end = r.buckets + r.whole
-        reduced = end + max(
-            0, r.share - r.bucketful
-        )  # those in the bucket lie there alone; none goes before the last sum
+        # slices of the sums come up while whole gradients are there, but for those that lie in the bucket alone
+        reduced = end + max(0, r.share - r.bucketful)
         return Communication(before, before + r.buckets, waiting if accumulate else head, block, end, 0, reduced, step)
     if run.offload != "none":
         return Communication(0, r.buckets, waiting, 0, r.buckets + r.bucketful, 0, 0, r.step)

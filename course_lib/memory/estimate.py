@@ -61,8 +61,8 @@ def estimate(
 
     Held against real steps: one device (tests/test_memory_measured.py), and two ranks under ddp, zero1, zero2, zero3 and
     fsdp (benchmarks/sharding.py): the peak within 5 %. With several micro-batches fsdp's gradients are whole on every
-    rank until the last one, as under ``set_requires_gradient_sync(False)``. An offloaded optimizer's steps, too; frozen or
-    offloaded weights under these strategies were not measured at their peak.
+    rank until the last one, as under ``set_requires_gradient_sync(False)``. With an offloaded
+    optimizer the peak is within 8 %; frozen or offloaded weights under these strategies were not measured at their peak.
 
     Sources: ZeRO, arXiv:1910.02054 (states); Korthikanti et al., arXiv:2205.05198 (activations); QLoRA, arXiv:2305.14314
     (NF4); Zhao et al., arXiv:2304.11277, section 3.2.1 (gathered units).
