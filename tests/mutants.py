@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,31 +21,39 @@ Mutant = tuple[str, str, str, str]
 
 @functools.cache
 def solution(lab: Lab) -> tuple[str, dict[str, str]]:
-    """What the notebook imports and defines beside the exercises, and each exercise's cell by the name of its function."""
+    """What the notebook imports and defines beside the exercises, and each exercise's cell by the name of its check."""
     cells = json.loads((ROOT / "solutions" / f"{lab.name}.ipynb").read_text(encoding="utf-8"))["cells"]
-    shared, answers = [], {}
+    shared, answers, answer = [], {}, ""
     for cell in (
         cell for cell in cells if cell["cell_type"] == "code" and "colab" not in cell["metadata"].get("tags", ())
     ):
         source = "".join(cell["source"])
-        defined = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        defined = _defined(source)
         if "exercise" in cell["metadata"].get("tags", ()):
-            answers |= {defined[-1].name: source}
+            answer = source
+        elif answer:
+            check = re.search(r"^check\.(\w+)\(", source, re.MULTILINE)
+            assert check, "an exercise's cell is followed by its check"
+            answers[check[1]], answer = answer, ""
         else:
             imports = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
             shared += [ast.get_source_segment(source, node) for node in [*imports, *defined]]
-    assert set(answers) == set(lab.exercises), "an exercise's check is called as its function"
+    assert set(answers) == set(lab.exercises)
     return "\n\n".join(shared), answers
 
 
 def judged(lab: Lab, exercise: str, source: str) -> Verdict:
-    """The check's verdict on a cell that defines the exercise's function."""
+    """The check's verdict on a cell whose last definition is the exercise's function or class."""
     shared, answers = solution(lab)
     space: dict[str, Any] = {}
     others = [answer for name, answer in answers.items() if name != exercise]
     for part in (shared, *others, source):
         exec(compile(part, f"<ipython-{exercise}>", "exec"), space)
-    return getattr(lab, exercise)(space[exercise])
+    return getattr(lab, exercise)(space[_defined(source)[-1].name])
+
+
+def _defined(source: str) -> list[ast.FunctionDef | ast.ClassDef]:
+    return [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
 
 
 def survivors(lab: Lab, exercise: str, mutants: Iterable[Mutant]) -> list[str]:

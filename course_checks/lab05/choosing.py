@@ -1,122 +1,184 @@
-"""Lab 5, exercise 6: which stage, and what to offload, on a given machine."""
+"""Lab 5, exercise 3: which stage, and what to offload, on a given machine, and what it costs per step."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
-from course_checks.harness import NotYet, named_mistake, returned
-from course_checks.lab05.common import NO_SLIP, Slips, gib, lab
-from course_checks.lab05.machines import MACHINES, MORE, SETTINGS, Machine, Setting, gpu_bytes, host_bytes
-from course_lib.memory import card, shape_of
+from course_checks.harness import Contract, NotYet, fresh_seed, number, returned
+from course_checks.lab05.common import lab
+from course_lib.collectives.links import link
+from course_lib.memory import card, estimate, resident_bytes, shape_of
+from course_lib.notebook import table
+from course_lib.notebook.page import Page
+from course_lib.units import GIB, nice_bytes
 
-SENTENCES = {
-    "highest": "you take the most sharded setting that fits; every stage above what the memory asks for is paid on the links",
-    "ladder": "you offload only when no stage fits without. Count the seconds: stage 3 gathers the weights twice for every "
-    "micro-batch, and ZeRO-2 with its optimizer on the host may be cheaper",
-    "once": "stages 2 and 3 communicate for every micro-batch, stage 1 once a step: micro_batches is missing in your count",
-    "stage 3 twice": "stage 3 moves three times the weights for every micro-batch: gathered for forward, gathered again for "
-    "backward, gradients reduce-scattered",
-    "host free": "you take the first of SETTINGS that fits, as if the way to the host and back took no time, or that of a link "
-    "between GPUs: gradients go down for every micro-batch, weights come up, and all of it over host_link",
-    "host whole": "each rank moves its own slice to the host: one part in `gpus`",
-    "no host memory": "the host's memory is not looked at: offloading needs 16 bytes a parameter there, 18 with the weights",
-    "host a rank": "the ranks of a host share out what is offloaded: 16 or 18 bytes a parameter in all, not each",
-    "host a slice": "all slices lie in the one host's memory: 16 or 18 bytes a parameter in all, not over `gpus`",
+Setting = tuple[int, str]  # ZeRO's stage; what lies on the host: "none", "optimizer" or "all"
+SETTINGS: tuple[Setting, ...] = tuple((s, o) for s in (1, 2, 3) for o in ("none", "optimizer", "all")[: 2 + (s == 3)])
+CHEAPER = 1.01  # times the cheapest setting's seconds
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A model, and one host of GPUs to train it on."""
+
+    model: str  # a preset of course_lib.memory
+    card: str  # the GPU's name
+    gpus: int
+    gpu_link: float  # bytes per second that each GPU sends to the others
+    host_link: float  # bytes per second between each GPU and the host, in either direction
+    host_memory: int  # bytes, for all ranks together
+    host_bandwidth: float  # bytes per second at which the host reads and writes its memory, for all ranks together
+    micro_batches: int  # per optimizer step
+
+    def __str__(self) -> str:
+        links = f"{self.gpu_link / 1e9:.1f} GB/s to each other, {self.host_link / 1e9:.1f} GB/s to the host"
+        memory = f"{self.host_memory // GIB:,} GiB at {self.host_bandwidth / 1e9:.0f} GB/s"
+        return (
+            f"{self.model} on {self.gpus} {self.card}: {links}; {memory}; {self.micro_batches} micro-batches per step"
+        )
+
+
+def _machine(model: str, gpus: int, name: str, links: tuple[str, str], memory: int, bandwidth: int, a: int) -> Machine:
+    gpu_link, host_link = (link(each).bandwidth for each in links)
+    return Machine(model, name, gpus, gpu_link, host_link, memory * GIB, bandwidth * 1e9, a)
+
+
+MACHINES = (
+    _machine("llama-3.1-8b", 8, "a100-80gb", ("nvlink3", "pcie4"), 1024, 300, 4),
+    _machine("qwen2.5-14b", 4, "a100-80gb", ("nvlink3", "pcie4"), 880, 300, 1),
+    _machine("llama-2-13b", 8, "l40s", ("pcie4", "pcie4"), 512, 300, 2),
+    _machine("llama-2-13b", 8, "l40s", ("pcie4", "pcie4"), 512, 150, 8),
+    _machine("smollm2-1.7b", 1, "rtx4090", ("pcie4", "pcie4"), 64, 60, 4),
+)
+TIGHT = (  # the host is too small for what the GPUs could do; nothing fits at all
+    _machine("llama-2-13b", 8, "l40s", ("pcie4", "pcie4"), 128, 300, 16),
+    _machine("qwen2.5-32b", 4, "rtx4090", ("pcie4", "pcie4"), 256, 200, 1),
+)
+SLIPS = {
+    "adam free": "the host's Adam takes time, too",
+    "adam per rank": "the host's memory is there once: its Adam steps all P parameters",
+    "once": "stages 2 and 3 communicate in every micro-batch",
+    "stage 3 twice": "stage 3 gathers the weights for forward and again for backward, and scatters gradients",
+    "every micro-batch": "stage 1 copies gradients once per step, whatever a is",
+    "whole": "a rank copies its share, 2 P / N bytes",
+    "no gathering from the host": "with the weights on the host, each gathering begins with a copy from there",
 }
 
 
-def link_seconds(machine: Machine, setting: Setting, slips: Slips = NO_SLIP) -> float:
-    """Seconds that a rank's links are busy in one optimizer step, with these slips made."""
-    (stage, offload), gpus = setting, machine.gpus
-    times = 1 if "once" in slips else machine.micro_batches
-    piece = 2 * shape_of(machine.model).parameters / gpus  # bytes of a rank's slice of weights, or of gradients
-    passes = {1: 2, 2: times + 1, 3: (2 if "stage 3 twice" in slips else 3) * times}[stage]
-    between = (gpus - 1) * piece * passes
-    moved = 0.0
-    if offload != "none" and "host free" not in slips:
-        up = 2 * times if offload == "all" else 1
-        moved = (gpus if "host whole" in slips else 1) * piece * (times + up)
-    return between / machine.gpu_link + moved / machine.host_link
+@lru_cache(maxsize=512)
+def gpu_bytes(machine: Machine, setting: Setting) -> int:
+    """Bytes that a step needs on each GPU: full activation checkpointing, one sequence of 2,048 tokens."""
+    stage, offload = setting
+    how = {"strategy": f"zero{stage}", "offload": offload, "ranks": machine.gpus, "precision": "bf16-mixed"}
+    how |= {"num_microbatches": machine.micro_batches, "activation_checkpointing": "full"}
+    return estimate(machine.model, **how, bucket_elements=50_000_000).device
 
 
-def fits(machine: Machine, setting: Setting, slips: Slips = NO_SLIP) -> bool:
-    host = host_bytes(machine, setting)
-    if "host a rank" in slips:
-        host *= machine.gpus
-    if "host a slice" in slips:
-        host //= machine.gpus
+@lru_cache(maxsize=512)
+def host_bytes(machine: Machine, setting: Setting) -> int:
+    """Bytes in the host's memory, of all ranks together."""
+    stage, offload = setting
+    how = {"strategy": f"zero{stage}", "offload": offload, "ranks": machine.gpus, "precision": "bf16"}
+    return machine.gpus * resident_bytes(machine.model, **how)["host"]
+
+
+def fits(machine: Machine, setting: Setting) -> bool:
     on_gpu = gpu_bytes(machine, setting) <= card(machine.card).memory
-    return on_gpu and ("no host memory" in slips or host <= machine.host_memory)
+    return on_gpu and host_bytes(machine, setting) <= machine.host_memory
 
 
-def best(machine: Machine, slips: Slips = NO_SLIP) -> Setting | None:
-    """The setting with the fewest seconds among those that fit, the first of SETTINGS where two are equal."""
-    fitting = [setting for setting in SETTINGS if fits(machine, setting, slips)]
-    if "highest" in slips:
-        return fitting[-1] if fitting else None
-    if "ladder" in slips:
-        return min(fitting, key=lambda setting: setting[1] != "none", default=None)
-    return min(fitting, key=lambda setting: round(link_seconds(machine, setting, slips), 9), default=None)
+def answer(machine: Machine, slip: str = "") -> tuple[Setting, float] | None:
+    """What fits for the fewest seconds, or None."""
+    possible = ((bill(machine, setting, slip), setting) for setting in SETTINGS if fits(machine, setting))
+    return next(((setting, seconds) for seconds, setting in sorted(possible)), None)
 
 
-@lab.exercise("Stage and offload for a machine", importance=5, difficulty=4, minutes=30)
-def choose_stage(choose: Callable[..., Any]) -> str:
-    """Fits on the GPUs and in the host, and keeps the links busy for the fewest seconds; refuses what cannot fit."""
-    asked = [*MACHINES, *MORE]
-    answers = [_answer(choose, machine) for machine in asked]
-    wanted = [best(machine) for machine in asked]
-    wrong = [i for i, (mine, right) in enumerate(zip(answers, wanted, strict=True)) if mine != right]
-    if wrong:
-        i = wrong[0]
-        why = named_mistake(answers, best, asked, SENTENCES)
-        raise NotYet(f"{asked[i]}: {_what(asked[i], answers[i], wanted[i])}{f': {why}' if why else ''}")
-    seen = []
-    for machine, setting in zip(MACHINES, wanted, strict=False):
-        assert setting is not None, "something fits each machine that the notebook shows"
-        where = f"{machine.model} on {machine.gpus} x {machine.card}"
-        seen.append(f"{where}: {_named(setting)}, {link_seconds(machine, setting):.2f} s")
-    return f"{'; '.join(seen)}; and {len(MORE)} machines more, one of which nothing fits"
+def needs(machine: Machine) -> Page:
+    """A table of what each setting needs."""
+    rows = [
+        {
+            "setting": str(setting),
+            "GiB on each GPU": f"{gpu_bytes(machine, setting) / GIB:.1f} of {card(machine.card).memory / GIB:.0f}",
+            "GiB in the host": f"{host_bytes(machine, setting) / GIB:.0f} of {machine.host_memory / GIB:.0f}",
+        }
+        for setting in SETTINGS
+    ]
+    return table(rows, caption=str(machine))
 
 
-def _answer(choose: Callable[..., Any], machine: Machine) -> Setting | None:
-    """None: refused. Raises NotYet for what is no setting."""
+def bill(machine: Machine, setting: Setting, slip: str = "") -> float:
+    """Seconds per step on links and host, with one slip made."""
+    (stage, offload), a, parameters = setting, machine.micro_batches, shape_of(machine.model).parameters
+    passes = {1: 2, 2: a + 1, 3: (2 if slip == "stage 3 twice" else 3) * a}[stage]
+    if slip == "once":
+        passes = {1: 2, 2: 2, 3: 3}[stage]
+    share = 2 * parameters / machine.gpus
+    copies = {1: 3 * (a if slip == "every micro-batch" else 1), 2: 2 * a + 2, 3: 2 * a + 3}[stage]
+    copies += 2 * a - 1 if offload == "all" and slip != "no gathering from the host" else 0
+    adam = {"adam free": 0.0, "adam per rank": 28 * parameters / machine.gpus}.get(slip, 28 * parameters)
+    seconds = (machine.gpus - 1) * share * passes / machine.gpu_link
+    if offload != "none":
+        seconds += (machine.gpus if slip == "whole" else 1) * share * copies / machine.host_link
+        seconds += adam / machine.host_bandwidth
+    return seconds
+
+
+def varied(machine: Machine, generator: random.Random) -> Machine:
+    """The same with other links, another host, and other micro-batches."""
+    links = {
+        name: getattr(machine, name) * generator.uniform(0.2, 1.5)
+        for name in ("gpu_link", "host_link", "host_bandwidth")
+    }
+    memory = int(machine.host_memory * generator.uniform(0.5, 1.5))
+    return replace(machine, **links, host_memory=memory, micro_batches=generator.randint(2, 12))
+
+
+@lab.exercise("Stage and offload for a machine", importance=5, difficulty=3, minutes=20)
+def choose(choose: Callable[..., Any]) -> str:
+    """What fits GPUs and host for the fewest seconds, and these seconds; ValueError where nothing fits."""
+    generator = random.Random(fresh_seed())
+    machines = [*MACHINES, *TIGHT, *(varied(machine, generator) for machine in MACHINES * 4)]
+    answers = [_asked(choose, machine) for machine in machines]
+
+    def made(slip: str) -> bool:
+        pairs = zip(answers, (answer(machine, slip) for machine in machines), strict=True)
+        return all(a == b or (a and b and a[0] == b[0] and math.isclose(a[1], b[1], rel_tol=0.01)) for a, b in pairs)
+
+    contract = Contract({sentence: lambda _, slip=slip: made(slip) for slip, sentence in SLIPS.items()})
+    for machine, given in zip(machines, answers, strict=True):
+        contract.about = str(machine)
+        _right(contract, machine, given)
+    told = [f"{s} on {m.gpus} {m.card} takes {t:.2f} s" for m, (s, t) in zip(MACHINES, answers, strict=False)]
+    return f"{', '.join(told)}, and {len(machines) - len(MACHINES)} more"
+
+
+def _asked(choose: Callable[..., Any], machine: Machine) -> tuple[Setting, float] | None:
+    """None: refused."""
     try:
         answer = choose(machine)
     except ValueError:
         return None
-    answer = returned(answer, (tuple, list), "the choice")
-    if tuple(answer) not in SETTINGS:
-        raise NotYet(f"{machine}: {answer!r} is none of SETTINGS: give (stage, offload), such as {SETTINGS[2]}")
-    return tuple(answer)
+    answer = returned(answer, tuple, "(setting, seconds)")
+    if len(answer) != 2 or not isinstance(answer[0], (tuple, list)) or tuple(answer[0]) not in SETTINGS:
+        raise NotYet(f"{machine}: give (setting, seconds), with one of SETTINGS, not {answer}")
+    return tuple(answer[0]), number(answer[1], "the seconds")
 
 
-def _what(machine: Machine, mine: Setting | None, right: Setting | None) -> str:
-    if mine is None and right is not None:
-        return f"you refuse, and {_named(right)} fits: {_needs(machine, right)}"
-    assert mine is not None
-    if gpu_bytes(machine, mine) > card(machine.card).memory:
-        return f"{_named(mine)} does not fit on the GPUs: {_needs(machine, mine)}{'' if right else '; nothing fits: raise ValueError'}"
-    if host_bytes(machine, mine) > machine.host_memory:
-        told = f"{_named(mine)} does not fit into the host: {_needs(machine, mine)}"
-        return told if right else f"{told}; nothing fits: raise ValueError"
-    assert right is not None, "it fits, so something does"
-    costs, least = link_seconds(machine, mine), link_seconds(machine, right)
-    if abs(costs - least) < 1e-9:
-        return f"{_named(mine)} and {_named(right)} take the same time on the links: then the lower stage"
-    return f"{_named(mine)} fits, and takes {costs:.2f} s on the links a step; {_named(right)} fits, too, and takes {least:.2f} s"
-
-
-def _named(setting: Setting) -> str:
-    what = {
-        "none": "",
-        "optimizer": " with the optimizer on the host",
-        "all": " with weights and optimizer on the host",
-    }
-    return f"stage {setting[0]}{what[setting[1]]}"
-
-
-def _needs(machine: Machine, setting: Setting) -> str:
-    host = host_bytes(machine, setting)
-    there = f", {gib(host)} of the host's {gib(machine.host_memory)}" if host else ""
-    return f"{gib(gpu_bytes(machine, setting))} of a card's {gib(card(machine.card).memory)}{there}"
+def _right(contract: Contract, machine: Machine, given: tuple[Setting, float] | None) -> None:
+    best = answer(machine)
+    if given is None:
+        contract.holds(best is None, f"you raise ValueError, and {best and best[0]} fits")
+        return
+    setting, seconds = given
+    card_memory, needs = card(machine.card).memory, gpu_bytes(machine, setting)
+    contract.holds(needs <= card_memory, f"{setting} needs {nice_bytes(needs)} of a GPU's {nice_bytes(card_memory)}")
+    host, there = host_bytes(machine, setting), machine.host_memory
+    contract.holds(host <= there, f"{setting} needs {nice_bytes(host)} of the host's {nice_bytes(there)}")
+    contract.values(f"your seconds for {setting}", seconds, bill(machine, setting), rtol=0.01)
+    told = f"{setting} fits, and takes {seconds:.2f} s; another setting that fits takes {best[1]:.2f} s"
+    contract.holds(seconds <= CHEAPER * best[1], told)
