@@ -1,19 +1,9 @@
-"""Lab 1: its checks against the planted answers, and what they leave alone."""
+"""Lab 1: what its checks leave alone."""
 
 import mutants
-import pytest
 import torch
-from planted.lab01 import MUTANTS, RIGHT
 
 from course_checks.lab01 import lab, measured, timelines
-
-
-@pytest.mark.parametrize("exercise", list(lab.exercises))
-def test_wrong_answers_hear_their_word_and_right_ones_pass(exercise: str) -> None:
-    shipped = mutants.judged(lab, exercise, mutants.solution(lab)[1][exercise])
-    assert shipped.status == "passed" and shipped.message, shipped
-    assert not mutants.rejected(lab, {exercise: RIGHT[exercise]})
-    assert not mutants.survivors(lab, exercise, MUTANTS)
 
 
 def test_a_stub_is_not_attempted() -> None:

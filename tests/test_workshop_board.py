@@ -67,13 +67,13 @@ def test_the_board_counts_the_exercises_that_the_checks_have():
 
 
 def test_a_row_tells_what_was_passed_tried_and_where_somebody_is_stuck(tmp_path):
-    learner(tmp_path, "ada", ("partition", "passed", 9), ("reshard", "not yet", 5), ("choose_stage", "not yet", 4))
-    learner(tmp_path, "bob", ("partition", "passed", 1), ("reshard", "passed", 1), ("choose_stage", "passed", 1))
+    learner(tmp_path, "ada", ("sharded_step", "passed", 9), ("reshard", "not yet", 5), ("choose", "not yet", 4))
+    learner(tmp_path, "bob", ("sharded_step", "passed", 1), ("reshard", "passed", 1), ("choose", "passed", 1))
     (tmp_path / "eve").mkdir()
     page = page_of(tmp_path)
     ada = page.row("ada")
     assert ada[5].startswith("1/7") and ada[1] == "0/6"
-    assert "A checkpoint for other ranks" in ada[11] and "5 tries" in ada[11] and "off by 2" in ada[11]
+    assert "Resharding a checkpoint" in ada[11] and "5 tries" in ada[11] and "off by 2" in ada[11]
     assert ada[10] == "1, within a factor of 1.4" and page.row("eve")[10] == ""
     assert page.row("eve")[12] == "none yet"
     orders = {"name": ["ada", "bob", "eve"], "passed": ["bob", "ada", "eve"], "silent": ["eve"], "stuck": ["ada"]}
@@ -92,7 +92,7 @@ def test_a_damaged_file_is_a_row_and_the_others_are_read(tmp_path):
         "digits": b'{"version": ' + b"9" * 5000 + b"}",
         "other types": json.dumps({"version": 2, "labs": {LAB5: [1]}, "guesses": {}}).encode(),
     }
-    ada = learner(tmp_path, "ada", ("partition", "passed", 1))
+    ada = learner(tmp_path, "ada", ("sharded_step", "passed", 1))
     for name, data in damaged.items():
         (tmp_path / f"{name}.json").write_bytes(data)
     for name in ("link", "pipe", "folder"):
@@ -115,7 +115,7 @@ def test_names_and_messages_are_shown_as_they_are_and_never_as_markup(tmp_path):
     raw["labs"]["<script>lab</script>"] = {"<img>": raw["labs"][LAB5]["reshard"]}
     raw["labs"][LAB5]["<iframe>"] = raw["labs"][LAB5]["reshard"]
     path.write_text(json.dumps(raw))
-    learner(tmp_path, "Zoë O'Neill " + "n" * 90, ("partition", "passed", 10**400))
+    learner(tmp_path, "Zoë O'Neill " + "n" * 90, ("sharded_step", "passed", 10**400))
     text = board.render(str(tmp_path))
     page = Page(text)
     assert not {"script", "img", "b onclick", "iframe", "link"} & set(page.tags)
@@ -127,7 +127,7 @@ def test_names_and_messages_are_shown_as_they_are_and_never_as_markup(tmp_path):
 
 
 def test_a_pattern_names_learners_by_its_wildcard_part(tmp_path):
-    learner(tmp_path / "ada" / "data", "course", ("partition", "passed", 1))
+    learner(tmp_path / "ada" / "data", "course", ("sharded_step", "passed", 1))
     (tmp_path / "bob" / "data").mkdir(parents=True)
     page = page_of(tmp_path / "*" / "data" / "course" / "progress.json")
     assert page.row("ada")[5] == "1/7" and page.row("bob")[12] == "none yet"
