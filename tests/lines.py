@@ -42,10 +42,10 @@ ROOMS = {
     "course_tools/monitoring": (744, 450),
     "course_tools/doctor": (718, 450),
     "course_tools": (151, 150),  # where to go on, and the notebook there
-    "course_checks/harness": (1136, 700),  # clauses and hints; what they replace goes with the labs that use it
-    "course_checks": (10908, 3850),  # lab 4 runs on ranks; lab 5 checks a configuration by itself until it is rewritten
+    "course_checks/harness": (1177, 700),  # clauses and hints; what two labs' scripts share came from lab 4
+    "course_checks": (10450, 3850),  # labs 4 and 5 run on ranks
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
-    "tests/planted": (2844, 1300),
+    "tests/planted": (2873, 1300),
     "tests": (
         15042,
         9700,

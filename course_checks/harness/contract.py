@@ -52,10 +52,10 @@ class Contract:
             raise self.broken(f"{what} takes {nice_bytes(seen)}, and should take {allowed}", what)
         self.say(f"{what}: {nice_bytes(seen)} of {nice_bytes(at_most)}")
 
-    def holds(self, clause: bool, sentence: str) -> None:
-        """Anything else; `sentence` says what does not hold."""
+    def holds(self, clause: bool, sentence: str, what: str = "") -> None:
+        """Anything else; `sentence` says what does not hold, `what` is the clause's name for hints."""
         if not clause:
-            raise self.broken(sentence)
+            raise self.broken(sentence, what)
 
     def say(self, sentence: str) -> None:
         """Add to the evidence of a pass."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import re
-import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from course_checks.harness import Contract, NotYet, without_limit
+from course_checks.harness import Contract, NotYet, scripts, without_limit
 from course_checks.lab04.common import SLACK, lab
 from course_lib.launch.commands import Background
 from course_lib.launch.rank import PEER_LOST
@@ -33,7 +31,9 @@ HINTS = {
     "is it clipped once, when gradients are synchronised? Before, it is not whole": lambda f: (
         f["clause"] in ("its norm", GRADIENT)
     ),
-    "is it the loss of this rank alone? accelerator.reduce(loss, 'mean')": lambda f: f["clause"] == "the losses",
+    "is it the loss of this rank alone? accelerator.reduce(loss, 'mean')": lambda f: (
+        f["clause"] == "the loss of a step"
+    ),
     "rows that fill up the last batch count twice: gather_for_metrics() drops them": lambda f: (
         f["clause"] == "the accuracy"
     ),
@@ -43,20 +43,13 @@ HINTS = {
 }
 
 
-def start(path: str) -> Path:
-    """Copy the script for one GPU to `path`, unless a file is there; open it in JupyterLab and edit it."""
-    file = Path(path).resolve()
-    if not file.exists():
-        shutil.copyfile(ONE_GPU, file)
-    return file
+start = functools.partial(scripts.start, ONE_GPU)
 
 
 @lab.exercise("One script, many GPUs", importance=5, difficulty=4, minutes=35)
 def many_gpus(path: Callable[[], Any]) -> str:
     """By what the script does on 2 ranks: the training of one process, also across a death and a resume."""
-    script = Path(str(path())).resolve()
-    if not script.is_file():
-        raise NotYet(f"there is no file {script.name}: return the path of your script")
+    script = scripts.script_of(path())
     torchrun = f"torchrun --standalone --nproc_per_node {RANKS}"
     with tempfile.TemporaryDirectory() as folder, without_limit():
         alone = one_process()
@@ -69,14 +62,9 @@ def many_gpus(path: Callable[[], Any]) -> str:
         seen = _run(script, Path(folder, "run"), torchrun)
         for rank in range(RANKS):
             _right(seen, rank, alone.ranks[0], SAVED_AT, STEPS)
+        losses = scripts.logged_losses(str(Path(folder, "run")), saved_at=SAVED_AT, steps=STEPS)
     contract = Contract(HINTS)
-    times = Counter(line["step"] for line in seen.losses)
-    once = all(count == 1 if step <= SAVED_AT else count <= 2 for step, count in times.items())
-    contract.holds(once, f"losses.jsonl has lines twice, step: times {dict(times)}. One rank writes it")
-    steps = {line["step"]: line["loss"] for line in seen.losses}
-    contract.holds(sorted(steps) == [*range(1, STEPS + 1)], f"losses.jsonl has the steps {sorted(steps)}")
-    wanted = [line["loss"] for line in alone.losses]
-    contract.values("the losses", [steps[n] for n in sorted(steps)], wanted, rtol=1e-3)
+    contract.values("the loss of a step", losses, alone.losses, rtol=1e-3)
     contract.values("the accuracy", seen.accuracy, alone.accuracy, rtol=1e-6)
     return (
         f"{RANKS} ranks under DDP, killed in step {DIES_AT} and resumed after step {SAVED_AT}: rows, rates, gradients, losses and "
@@ -88,18 +76,21 @@ def many_gpus(path: Callable[[], Any]) -> str:
 def one_process() -> _Seen:
     """The script for one GPU, in one process."""
     with tempfile.TemporaryDirectory() as folder:
-        return _run(ONE_GPU, Path(folder, "run"), "python")
+        seen = _run(ONE_GPU, Path(folder, "run"), "python")
+        seen.losses = scripts.logged_losses(str(Path(folder, "run")), saved_at=STEPS, steps=STEPS)
+        return seen
 
 
 class _Seen:
     """What the witness wrote of each rank, and the files of the script."""
 
+    losses: list[float]
+
     def __init__(self, folder: Path, witness: Path) -> None:
         files = sorted(witness.glob("rank*.jsonl"))
         self.ranks = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-        read = lambda name: (folder / name).read_text() if (folder / name).exists() else ""  # noqa: E731
-        self.losses = [json.loads(line) for line in read("losses.jsonl").splitlines()]
-        self.accuracy = json.loads(read("accuracy.json") or "null")
+        accuracy = folder / "accuracy.json"
+        self.accuracy = json.loads(accuracy.read_text()) if accuracy.exists() else None
 
 
 def _run(script: Path, folder: Path, launcher: str, dies_at: int = 0) -> _Seen:

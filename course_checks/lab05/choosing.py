@@ -18,7 +18,10 @@ from course_lib.notebook.page import Page
 from course_lib.units import GIB, nice_bytes
 
 Setting = tuple[int, str]  # ZeRO's stage; what lies on the host: "none", "optimizer" or "all"
-SETTINGS: tuple[Setting, ...] = tuple((s, o) for s in (1, 2, 3) for o in ("none", "optimizer", "all")[: 2 + (s == 3)])
+SETTINGS: tuple[Setting, ...] = (
+    *((stage, offload) for stage in (1, 2, 3) for offload in ("none", "optimizer")),
+    (3, "all"),
+)
 CHEAPER = 1.01  # times the cheapest setting's seconds
 
 
@@ -43,29 +46,27 @@ class Machine:
         )
 
 
-def _machine(model: str, gpus: int, name: str, links: tuple[str, str], memory: int, bandwidth: int, a: int) -> Machine:
-    gpu_link, host_link = (link(each).bandwidth for each in links)
-    return Machine(model, name, gpus, gpu_link, host_link, memory * GIB, bandwidth * 1e9, a)
-
-
+NVLINK, PCIE = link("nvlink3").bandwidth, link("pcie4").bandwidth
 MACHINES = (
-    _machine("llama-3.1-8b", 8, "a100-80gb", ("nvlink3", "pcie4"), 1024, 300, 4),
-    _machine("qwen2.5-14b", 4, "a100-80gb", ("nvlink3", "pcie4"), 880, 300, 1),
-    _machine("llama-2-13b", 8, "l40s", ("pcie4", "pcie4"), 512, 300, 2),
-    _machine("llama-2-13b", 8, "l40s", ("pcie4", "pcie4"), 512, 150, 8),
-    _machine("smollm2-1.7b", 1, "rtx4090", ("pcie4", "pcie4"), 64, 60, 4),
+    Machine("llama-3.1-8b", "a100-80gb", 8, NVLINK, PCIE, 1024 * GIB, 300e9, micro_batches=4),
+    Machine("qwen2.5-14b", "a100-80gb", 4, NVLINK, PCIE, 880 * GIB, 300e9, micro_batches=2),
+    Machine("llama-2-13b", "l40s", 8, PCIE, PCIE, 512 * GIB, 300e9, micro_batches=2),
+    Machine("llama-2-13b", "rtx4090", 4, PCIE, PCIE, 512 * GIB, 200e9, micro_batches=2),
+    Machine("qwen2.5-32b", "rtx4090", 4, PCIE, PCIE, 1024 * GIB, 200e9, micro_batches=4),
+    Machine("smollm2-1.7b", "rtx4090", 1, PCIE, PCIE, 64 * GIB, 60e9, micro_batches=4),
 )
 TIGHT = (  # the host is too small for what the GPUs could do; nothing fits at all
-    _machine("llama-2-13b", 8, "l40s", ("pcie4", "pcie4"), 128, 300, 16),
-    _machine("qwen2.5-32b", 4, "rtx4090", ("pcie4", "pcie4"), 256, 200, 1),
+    Machine("llama-2-13b", "l40s", 8, PCIE, PCIE, 128 * GIB, 300e9, micro_batches=16),
+    Machine("qwen2.5-32b", "rtx4090", 4, PCIE, PCIE, 256 * GIB, 200e9, micro_batches=2),
 )
 SLIPS = {
     "adam free": "the host's Adam takes time, too",
-    "adam per rank": "the host's memory is there once: its Adam steps all P parameters",
+    "adam per rank": "all ranks share one host: its Adam steps all P parameters",
     "once": "stages 2 and 3 communicate in every micro-batch",
     "stage 3 twice": "stage 3 gathers the weights for forward and again for backward, and scatters gradients",
-    "every micro-batch": "stage 1 copies gradients once per step, whatever a is",
+    "every micro-batch": "stage 1 copies gradients once per step, however many micro-batches there are",
     "whole": "a rank copies its share, 2 P / N bytes",
+    "to itself": "each rank sends N - 1 shares, not N",
     "no gathering from the host": "with the weights on the host, each gathering begins with a copy from there",
 }
 
@@ -74,7 +75,12 @@ SLIPS = {
 def gpu_bytes(machine: Machine, setting: Setting) -> int:
     """Bytes that a step needs on each GPU: full activation checkpointing, one sequence of 2,048 tokens."""
     stage, offload = setting
-    how = {"strategy": f"zero{stage}", "offload": offload, "ranks": machine.gpus, "precision": "bf16-mixed"}
+    how = {
+        "strategy": f"zero{stage}",
+        "offload": offload,
+        "ranks": machine.gpus,
+        "precision": "bf16-mixed",
+    }  # 16-bit weights, fp32 masters
     how |= {"num_microbatches": machine.micro_batches, "activation_checkpointing": "full"}
     return estimate(machine.model, **how, bucket_elements=50_000_000).device
 
@@ -83,7 +89,12 @@ def gpu_bytes(machine: Machine, setting: Setting) -> int:
 def host_bytes(machine: Machine, setting: Setting) -> int:
     """Bytes in the host's memory, of all ranks together."""
     stage, offload = setting
-    how = {"strategy": f"zero{stage}", "offload": offload, "ranks": machine.gpus, "precision": "bf16"}
+    how = {
+        "strategy": f"zero{stage}",
+        "offload": offload,
+        "ranks": machine.gpus,
+        "precision": "bf16",
+    }  # the same by another name
     return machine.gpus * resident_bytes(machine.model, **how)["host"]
 
 
@@ -94,8 +105,8 @@ def fits(machine: Machine, setting: Setting) -> bool:
 
 def answer(machine: Machine, slip: str = "") -> tuple[Setting, float] | None:
     """What fits for the fewest seconds, or None."""
-    possible = ((bill(machine, setting, slip), setting) for setting in SETTINGS if fits(machine, setting))
-    return next(((setting, seconds) for seconds, setting in sorted(possible)), None)
+    possible = [(setting, bill(machine, setting, slip)) for setting in SETTINGS if fits(machine, setting)]
+    return min(possible, key=lambda each: each[1], default=None)
 
 
 def needs(machine: Machine) -> Page:
@@ -121,7 +132,7 @@ def bill(machine: Machine, setting: Setting, slip: str = "") -> float:
     copies = {1: 3 * (a if slip == "every micro-batch" else 1), 2: 2 * a + 2, 3: 2 * a + 3}[stage]
     copies += 2 * a - 1 if offload == "all" and slip != "no gathering from the host" else 0
     adam = {"adam free": 0.0, "adam per rank": 28 * parameters / machine.gpus}.get(slip, 28 * parameters)
-    seconds = (machine.gpus - 1) * share * passes / machine.gpu_link
+    seconds = (machine.gpus - (slip != "to itself")) * share * passes / machine.gpu_link
     if offload != "none":
         seconds += (machine.gpus if slip == "whole" else 1) * share * copies / machine.host_link
         seconds += adam / machine.host_bandwidth
@@ -129,13 +140,12 @@ def bill(machine: Machine, setting: Setting, slip: str = "") -> float:
 
 
 def varied(machine: Machine, generator: random.Random) -> Machine:
-    """The same with other links, another host, and other micro-batches."""
+    """The same with other links, another host's speed, and other micro-batches."""
     links = {
         name: getattr(machine, name) * generator.uniform(0.2, 1.5)
         for name in ("gpu_link", "host_link", "host_bandwidth")
     }
-    memory = int(machine.host_memory * generator.uniform(0.5, 1.5))
-    return replace(machine, **links, host_memory=memory, micro_batches=generator.randint(2, 12))
+    return replace(machine, **links, micro_batches=generator.randint(2, 12))
 
 
 @lab.exercise("Stage and offload for a machine", importance=5, difficulty=3, minutes=20)

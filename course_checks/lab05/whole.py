@@ -17,7 +17,7 @@ from course_lib.units import nice_bytes
 
 STEPS, LR, MOMENTUM = 3, 0.02, 0.95
 SHAPE, COUNT = (24, 36), 7  # matrices, which neither 2 nor 3 nor 4 ranks share evenly
-KEPT, SENT = "what a rank keeps between steps", "what a rank sends in a step"
+KEPT, SENT = "what a rank keeps between steps", "a rank's traffic per step"
 HINTS = {
     "the owners' own gradients are in the momentum, and not the ranks' mean": lambda f: f["like"]("own"),
     "a piece of a matrix was orthogonalized: each needs its whole matrix on one rank": lambda f: f["like"]("rows"),
@@ -63,8 +63,8 @@ def on_a_rank(make: Callable[..., Any], seed: int) -> dict[str, Any]:
     weights = [nn.Parameter(fresh(SHAPE, seed - 1 - i)) for i in range(COUNT)]
     slips = {slip: alone([w.detach() for w in weights], seed, slip) for slip in ("", "own", "rows")}
     before, most = live_bytes(), 4 * -(-COUNT // ranks) * SHAPE[0] * SHAPE[1] + SLACK
-    dist.barrier()
     optimizer, after = make(list(weights), LR, MOMENTUM), []
+    dist.barrier()
     for step in range(STEPS):
         for weight, gradient in zip(weights, gradients(seed, step, rank), strict=True):
             weight.grad = gradient
@@ -94,7 +94,7 @@ def muon(make: Callable[..., Any]) -> str:
                     contract.facts["like"] = lambda slip, s=step, g=got, f=seen: torch.allclose(
                         g, f["slips"][slip][s], 1e-3, 1e-4
                     )
-                    contract.values("the weights", got, expected, rtol=1e-3, atol=1e-4)
+                    contract.values("a weight", got, expected, rtol=1e-3, atol=1e-4)
             contract.about = f"{ranks} ranks"
             for seen in run.results:
                 contract.memory(KEPT, seen["kept"], at_most=most * matrix + SLACK)

@@ -12,19 +12,22 @@ MUTANTS = [
     ("sharded_step", "        p.grad = None\n", "", ".grad left"),
     ("sharded_step", "            p.register_post_accumulate_grad_hook(self.reduce)", "            pass", ".grad left"),
     ("sharded_step", "            dist.all_gather_into_tensor(whole, share.detach())", "            whole.copy_(self.padded(p)).chunk(self.ranks)[self.rank].copy_(share.detach())", "gather them"),
-    ("sharded_step", "        self.optimizer.zero_grad()\n", "", ""),
+    ("sharded_step", "        self.optimizer.zero_grad()\n", "", "earlier steps"),
     ("sharded_step", "for p in params if p.requires_grad}", "for p in params}", "raised"),
     ("reshard", "size = -(-numel // ranks)", "size = -(-len(shards) * len(shards[0]['weights']) // ranks)", "padding"),
     ("reshard", "for shard in shards])[:numel]", "for shard in sorted(shards, key=lambda shard: str(shard['rank']))])[:numel]", "order of the list"),
     ("reshard", "torch.cat([shard[name] for shard in shards])", "torch.cat([shard[name] * (name == 'weights') for shard in shards])", "anew"),
     ("reshard", ".clone()  # torch", "  # torch", "view"),
     ("reshard", 'for name in ("weights", "exp_avg", "exp_avg_sq")', 'for name in ("weights", "exp_avg")', "exp_avg_sq"),
+    ("reshard", "zeros(size * ranks - numel)])", "zeros(size * ranks - numel, dtype=torch.float64)])", "float64"),
     ("reshard", "if any(shard[\"step\"] != step for shard in shards):", "if False:", "ValueError"),
     ("reshard", "!= list(range(shards[0][\"ranks\"])):", "!= sorted({shard[\"rank\"] for shard in shards}):", "ValueError"),
     ("choose", " + 28 * parameters / machine.host_bandwidth", "", "Adam takes time"),
     ("choose", "28 * parameters / machine", "28 * parameters / gpus / machine", "all P"),
     ("choose", "2: a + 1, 3: 3 * a}", "2: 2, 3: 3}", "every micro-batch"),
     ("choose", "3: 3 * a}", "3: 2 * a}", "again for backward"),
+    ("choose", "4 * a + 2 if", "2 * a + 3 if", "from there"),
+    ("choose", "(gpus - 1)", "gpus", "N - 1"),
     ("choose", "{1: 3, 2", "{1: 3 * a, 2", "once per step"),
     ("choose", "copies * share", "copies * share * gpus", "its share"),
     ("choose", "    return best, seconds(best)", "    return best, seconds((3, \"none\"))", "your seconds"),
@@ -32,8 +35,9 @@ MUTANTS = [
     ("choose", "return on_gpus and host_bytes(machine, setting) <= machine.host_memory", "return on_gpus", "of the host's"),
     ("choose", "        return on_gpus and", "        return", "of a GPU's"),
     ("choose", "        raise ValueError(f\"nothing fits {machine}\")", "        best = SETTINGS[-1]", "of the host's"),
-    ("repaired", '"stage": 3', '"stage": "auto"', "a stage"),
-    ("repaired", '"stage": 3', '"stage": 2', "weights"),
+    ("repaired", '"stage": 3', '"stage": "auto"', "auto"),
+    ("repaired", '"stage": 3', '"stage": 2', "stage is 2"),
+    ("repaired", '                "gradient_clipping": 0.0,\n', "", "clipped"),
     ("repaired", '                    "stage3_param_persistence_threshold": 0,  # else up to 100,000 elements stay whole\n', "", "small"),
     ("repaired", "next_token_loss(engine, rows)", "next_token_loss(engine.module, rows)", "forward"),
     ("repaired", "engine.backward(loss)", "engine.backward(loss / 2)", "divides"),
@@ -41,10 +45,11 @@ MUTANTS = [
     ("repaired", "    return Repaired\n", "    Repaired.share = lambda self, batch: batch.chunk(dist.get_world_size())[dist.get_rank()]\n    return Repaired\n", "healthy"),
     ("sharded", "sharded.py", "nowhere.py", "no file"),
     ("mended", "= 16  # 4", "= 32  # 4", "DeepSpeed raised"),
-    ("mended", 'config["gradient_clipping"] = config.pop("gradient_cliping")', "pass", "aloud"),
+    ("mended", 'config["gradient_clipping"] = config.pop("gradient_cliping")', "pass", "spelling"),
     ("mended", 'config["bf16"] = {"enabled": True}', "pass", "Trainer"),
-    ("mended", 'zero["offload_optimizer"] = zero.pop("offload_param")', "pass", "stage 2 keeps"),
-    ("mended", "2 * parameters + 2 * parameters / ranks", "4 * parameters / ranks", "2 bytes of weights"),
+    ("mended", 'zero["offload_optimizer"] = zero.pop("offload_param")', "pass", "stage 2 ignores"),
+    ("mended", 'config.pop("gradient_cliping")', 'config["gradient_cliping"]', "still there"),
+    ("mended", "2: 2 * parameters", "2: 2 * parameters / ranks", "this rank holds"),
     ("mended", "12 * parameters / ranks", "8 * parameters / ranks", "master copy"),
     ("muon", "self.momenta[i].mul_(self.momentum)", "self.momenta[i].zero_()", ""),
     ("muon", "add_(mine, alpha=1 / ranks)", "add_(group[self.rank].grad)", "own gradients"),
@@ -57,9 +62,14 @@ SCRIPT_MUTANTS = [
     ("lr_scheduler=scheduler, ", "", "scheduler"),
     ('        "gradient_clipping": max_norm,\n', '        "gradient_clipping": 0.0,\n', "gradient_clipping"),
     ("engine.backward(loss)", "engine.backward(loss / accumulate)", "divides"),
-    ("part.chunk(ranks)[rank]", "part[: batch_size // ranks]", "same rows"),
-    ("        dist.all_reduce(loss_of_step)\n", "", "this rank alone"),
-    ('        "checkpoint": {"load_universal": os.path.exists(f"{folder}/state/latest_universal")},\n', "", "raised"),
+    ("part.chunk(ranks)[rank]", "part[: batch_size // ranks]", "each once"),
+    ("        dist.all_reduce(loss_of_step)\n", "", "all ranks"),
+    ('        "checkpoint": {"load_universal": os.path.exists(f"{folder}/state/latest_universal")},\n', "", "Universal Checkpoint"),
+    ('            engine.step()  # steps', '            if len(rows) == 0:\n                engine.step()  # steps', "times, not"),
+    ("losses.jsonl", "loss.jsonl", "losses.jsonl"),
+    ("cross_entropy(engine(rows), labels)", "cross_entropy(model(rows), labels)", "not the model"),
+    ('    if os.path.exists(f"{folder}/state/latest"):', '    if os.path.exists(f"{folder}/state/latest_universal"):', "resumed"),
+    ("    deepspeed.init_distributed()\n", "    deepspeed.init_distributed()\n    batch_size = 24\n", "rows"),
     ("    engine.save_16bit_model(folder)\n", "", "pytorch_model.bin"),
 ]  # fmt: skip
 
@@ -116,4 +126,23 @@ class WholeMatrixMuon:
                 p -= self.lr * newton_schulz(self.state[i])
             dist.broadcast(p.data, i % world)
 """
-RIGHT = {"sharded_step": [_FLAT], "muon": [_OWNERS]}
+_PLAIN = """
+def repaired():
+    class Repaired(silent.Program):
+        def config(self, ranks):
+            zero = {"stage": 3, "param_persistence_threshold": 0, "overlap_comm": False, "stage3_max_reuse_distance": 0}
+            micro_batch = {"train_micro_batch_size_per_gpu": 6 // ranks, "gradient_accumulation_steps": 2}
+            return micro_batch | {"gradient_clipping": 0, "zero_optimization": zero}
+
+        def loss(self, engine, rows):
+            return torch.nn.functional.cross_entropy(engine(rows[:, :-1]).transpose(1, 2), rows[:, 1:])
+
+        def backward(self, engine, loss):
+            loss.backward()
+
+        def step(self, engine, micro_batch):
+            engine.step()
+
+    return Repaired
+"""
+RIGHT = {"sharded_step": [_FLAT], "repaired": [_PLAIN], "muon": [_OWNERS]}

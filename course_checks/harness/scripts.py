@@ -1,0 +1,41 @@
+"""A capstone: a learner's script that starts as the script for one GPU, and what it logs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from course_checks.harness.comparing import NotYet, nothing
+
+
+def start(original: Path, path: str) -> Path:
+    """Copy the script for one GPU to `path`, unless a file is there; open it in JupyterLab and edit it."""
+    file = Path(path).resolve()
+    if not file.exists():
+        shutil.copyfile(original, file)
+    return file
+
+
+def script_of(path: Any) -> Path:
+    """The learner's script. Raises NotYet where there is none."""
+    if path is None:
+        raise nothing("the path of your script")
+    script = Path(str(path)).resolve()
+    if not script.is_file():
+        raise NotYet(f"there is no file {script.name}: return the path of your script")
+    return script
+
+
+def logged_losses(folder: str, *, saved_at: int, steps: int) -> list[float]:
+    """What losses.jsonl says of steps 1 to `steps`; a step after `saved_at` may come twice, from before and after a crash."""
+    log = Path(folder, "losses.jsonl")
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    times = Counter(line["step"] for line in lines)
+    once = all(count == 1 if step <= saved_at else count <= 2 for step, count in times.items())
+    if not once or sorted(times) != [*range(1, steps + 1)]:
+        raise NotYet(f"losses.jsonl has these steps, and how often: {dict(times)}. One rank writes one line per step")
+    losses = {line["step"]: line["loss"] for line in lines}
+    return [losses[step] for step in sorted(losses)]
