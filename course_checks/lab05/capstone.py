@@ -111,7 +111,7 @@ def convert(state: str) -> None:
     ds_to_universal.main(ds_to_universal.parse_arguments())
 
 
-@lab.exercise("One script, sharded", importance=5, difficulty=4, minutes=30)
+@lab.exercise("One script, sharded", importance=5, difficulty=4, minutes=25)
 def sharded(path: Callable[[], Any]) -> str:
     """By what the script does: one process's training on 2 ranks at stage 3, killed, and resumed on 2 and on 3."""
     script = scripts.script_of(path())

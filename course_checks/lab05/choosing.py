@@ -148,7 +148,7 @@ def varied(machine: Machine, generator: random.Random) -> Machine:
     return replace(machine, **links, micro_batches=generator.randint(2, 12))
 
 
-@lab.exercise("Stage and offload for a machine", importance=5, difficulty=3, minutes=20)
+@lab.exercise("Stage and offload for a machine", importance=5, difficulty=3, minutes=15)
 def choose(choose: Callable[..., Any]) -> str:
     """What fits GPUs and host for the fewest seconds, and these seconds; ValueError where nothing fits."""
     generator = random.Random(fresh_seed())

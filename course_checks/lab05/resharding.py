@@ -39,7 +39,7 @@ def cut(whole: dict[str, torch.Tensor], ranks: int) -> list[Shard]:
     return [{"rank": r, **about, **{name: pieces[name][r].clone() for name in NAMES}} for r in range(ranks)]
 
 
-@lab.exercise("Resharding a checkpoint", importance=5, difficulty=3, minutes=20)
+@lab.exercise("Resharding a checkpoint", importance=5, difficulty=3, minutes=15)
 def reshard(reshard: Callable[..., Any]) -> str:
     """The same vectors in new shards, padded at the end alone; a torn checkpoint is refused."""
     seed = fresh_seed()

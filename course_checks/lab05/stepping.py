@@ -110,7 +110,7 @@ def on_a_rank(
     return seen | {"after": after, "frozen": torch.equal(frozen, flat(model.frozen.parameters()))}
 
 
-@lab.exercise("One sharded step", importance=5, difficulty=4, minutes=35)
+@lab.exercise("One sharded step", importance=5, difficulty=4, minutes=30)
 def sharded_step(make: Callable[..., Any]) -> str:
     """One process's weights; what backward adds, what is kept and what is sent are a rank's share."""
     seed = fresh_seed()

@@ -79,7 +79,7 @@ def on_a_rank(make: Callable[..., Any], seed: int) -> dict[str, Any]:
     return {"after": after, "slips": slips, "kept": settled_bytes(before + most) - before}
 
 
-@lab.exercise("Stretch: whole matrices", importance=3, difficulty=4, minutes=25)
+@lab.exercise("Stretch: whole matrices", importance=3, difficulty=4, minutes=20)
 def muon(make: Callable[..., Any]) -> str:
     """One process's Muon, each rank with its matrices' momentum, and an all-reduce's bytes on the link."""
     seed = fresh_seed()
