@@ -75,27 +75,17 @@ SLIPS = {
 def gpu_bytes(machine: Machine, setting: Setting) -> int:
     """Bytes that a step needs on each GPU: full activation checkpointing, one sequence of 2,048 tokens."""
     stage, offload = setting
-    how = {
-        "strategy": f"zero{stage}",
-        "offload": offload,
-        "ranks": machine.gpus,
-        "precision": "bf16-mixed",
-    }  # 16-bit weights, fp32 masters
+    how = {"strategy": f"zero{stage}", "offload": offload, "ranks": machine.gpus, "bucket_elements": 50_000_000}
     how |= {"num_microbatches": machine.micro_batches, "activation_checkpointing": "full"}
-    return estimate(machine.model, **how, bucket_elements=50_000_000).device
+    return estimate(machine.model, precision="bf16-mixed", **how).device  # 16-bit weights, fp32 masters
 
 
 @lru_cache(maxsize=512)
 def host_bytes(machine: Machine, setting: Setting) -> int:
     """Bytes in the host's memory, of all ranks together."""
     stage, offload = setting
-    how = {
-        "strategy": f"zero{stage}",
-        "offload": offload,
-        "ranks": machine.gpus,
-        "precision": "bf16",
-    }  # the same by another name
-    return machine.gpus * resident_bytes(machine.model, **how)["host"]
+    how = {"strategy": f"zero{stage}", "offload": offload, "ranks": machine.gpus}
+    return machine.gpus * resident_bytes(machine.model, precision="bf16", **how)["host"]  # also with fp32 masters
 
 
 def fits(machine: Machine, setting: Setting) -> bool:

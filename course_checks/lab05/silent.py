@@ -66,7 +66,9 @@ HEALTHY = {name: vars(Program)[name] for name in ("optimizer", "share")}
 
 
 def batch_of(seed: int, step: int) -> torch.Tensor:
-    return torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed + step))
+    """Tokens (rows, length), each of which follows from the one before, so that there is something to learn."""
+    tokens = torch.randint(VOCAB, (ROWS, 1), generator=torch.Generator().manual_seed(seed + step))
+    return torch.cat([(tokens * 3**n + (3**n - 1) // 2) % VOCAB for n in range(LENGTH)], 1)
 
 
 def on_a_rank(parts: Callable[[], Any], seed: int) -> dict[str, Any]:
@@ -121,7 +123,7 @@ def observe(parts: type, ranks: int = 2) -> Page:
 
 @lab.exercise("It says that it shards", importance=5, difficulty=3, minutes=20)
 def repaired(repaired: Callable[[], Any]) -> str:
-    """Shares of weights and moments, one process's losses and gradients, stage 3's traffic; healthy parts untouched."""
+    """A share of the weights, one process's losses and gradients; healthy parts untouched."""
     seed = fresh_seed()
     with named_seed(seed):
         for ranks in (2, 3):
