@@ -13,7 +13,7 @@ MUTANTS = [
     ("sharded_step", "            p.register_post_accumulate_grad_hook(self.reduce)", "            pass", ".grad left"),
     ("sharded_step", "            dist.all_gather_into_tensor(whole, share.detach())", "            whole.copy_(self.padded(p)).chunk(self.ranks)[self.rank].copy_(share.detach())", "gather them"),
     ("sharded_step", "        self.optimizer.zero_grad()\n", "", "earlier steps"),
-    ("sharded_step", "for p in params if p.requires_grad}", "for p in params}", "raised"),
+    ("sharded_step", "for p in params if p.requires_grad\n", "for p in params\n", "raised"),
     ("reshard", "size = -(-numel // ranks)", "size = -(-len(shards) * len(shards[0]['weights']) // ranks)", "padding"),
     ("reshard", "for shard in shards])[:numel]", "for shard in sorted(shards, key=lambda shard: str(shard['rank']))])[:numel]", "order of the list"),
     ("reshard", "torch.cat([shard[name] for shard in shards])", "torch.cat([shard[name] * (name == 'weights') for shard in shards])", "anew"),
