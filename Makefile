@@ -185,7 +185,7 @@ lesson-number:
 # ---- Working on the course -----------------------------------------------------------------------------------------
 
 # What a test reads and writes lies under build/: not the learner's progress, not their Jupyter and matplotlib settings.
-TEST_ENV = BEYOND_ONE_GPU_HOME="$$PWD/build/test/home" BEYOND_ONE_GPU_CACHE="$$PWD/build/test/cache" \
+TEST_ENV = BEYOND_ONE_GPU_TIMEOUT=300 BEYOND_ONE_GPU_HOME="$$PWD/build/test/home" BEYOND_ONE_GPU_CACHE="$$PWD/build/test/cache" \
 	IPYTHONDIR="$$PWD/build/test/ipython" JUPYTER_CONFIG_DIR="$$PWD/build/test/jupyter" \
 	JUPYTER_DATA_DIR="$$PWD/build/test/jupyter-data" MPLCONFIGDIR="$$PWD/build/test/matplotlib" \
 	HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1

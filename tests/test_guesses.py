@@ -194,7 +194,7 @@ def test_units_are_known_and_questions_too():
 
 
 CELLS = [
-    "from course_lib.notebook import ask, measured, takes",
+    "from course_lib.notebook import ask, measured, takes, waiting\nwaiting.SILENT = 600",
     "takes(seconds=5)\nguess = ask('Bytes of x', unit='MiB')",
     f"measured(guess, {4 * MIB}, formula={2 * MIB})",
 ]

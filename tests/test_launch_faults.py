@@ -18,7 +18,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
-from processes import runs, until
+from processes import PATIENCE, python, runs, until
 from refusals import assert_refused
 
 from course_lib.launch import RankFailed, RanksHung, launch
@@ -255,3 +255,16 @@ def test_what_cannot_travel_and_impossible_calls_are_refused():
             (lambda: launch(lambda: launch(time.time, ranks=2), ranks=1), RankFailed, "inside a rank"),
         ]
     )
+
+
+def test_a_rank_that_loses_a_peer_because_the_notebook_ended_clears_up(tmp_path):
+    """The peer's report must not land in a folder that the others are just removing, nor its children outlive it."""
+    program = (
+        "import os, sys; from course_lib.launch import rank; os.setpgid(0, 0); rank._notebook = int(sys.argv[2]);"
+        "rank._fail(0, sys.argv[1], 'raised', RuntimeError('Connection closed by peer'))"
+    )
+    ended = python("pass")
+    ended.wait(PATIENCE)
+    for notebook, code, left in ((os.getpid(), 1, True), (ended.pid, -signal.SIGKILL, False)):
+        assert python(program, tmp_path, notebook).wait(PATIENCE) == code
+        assert tmp_path.exists() == left

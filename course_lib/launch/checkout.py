@@ -19,3 +19,8 @@ def python_path() -> str:
 def rank_path() -> list[str]:
     """Return sys.path for a rank: this process's own, and this checkout at its end where an installer hid it from there."""
     return [*sys.path] if CHECKOUT in sys.path else [*sys.path, CHECKOUT]
+
+
+def patience(seconds: float) -> float:
+    """Seconds until something counts as hung: those given, or BEYOND_ONE_GPU_TIMEOUT where that is more (a busy machine)."""
+    return max(seconds, float(os.environ.get("BEYOND_ONE_GPU_TIMEOUT", 0)))

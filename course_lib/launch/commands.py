@@ -19,12 +19,12 @@ import threading
 import time
 from collections.abc import Sequence
 
-from course_lib.launch.checkout import python_path
+from course_lib.launch.checkout import patience, python_path
 
 GRACE = 5.0  # seconds in which a supervisor ends what is below it, before it is ended itself
 
 
-def shell(command: str, *, timeout: float = 120.0, check: bool = True, **environment: str) -> str:
+def shell(command: str, *, timeout: float | None = None, check: bool = True, **environment: str) -> str:
     """Run a command and give back what it printed.
 
     ``torchrun``, ``accelerate`` and ``python`` are those of this environment. Nothing is shown while it runs: real
@@ -32,7 +32,7 @@ def shell(command: str, *, timeout: float = 120.0, check: bool = True, **environ
 
     Args:
         command: one command line, without shell syntax.
-        timeout: seconds after which it is ended.
+        timeout: seconds after which it is ended; None: 120, or BEYOND_ONE_GPU_TIMEOUT where that is more.
         check: raise when the command fails or does not end in time; False gives back what it printed, then with a last
             line that says so.
         environment: variables set for it.
@@ -42,7 +42,7 @@ def shell(command: str, *, timeout: float = 120.0, check: bool = True, **environ
         FileNotFoundError: there is no such command.
         ValueError: no command, or a timeout that is not above 0.
     """
-    _check(timeout)
+    timeout = _checked(timeout)
     return Background(command, **environment).wait(timeout, check=check)
 
 
@@ -69,9 +69,9 @@ class Background:
             },
         )
 
-    def wait(self, timeout: float = 120.0, *, check: bool = True) -> str:
+    def wait(self, timeout: float | None = None, *, check: bool = True) -> str:
         """Everything it printed, once it has ended; raises as :func:`shell` does."""
-        _check(timeout)
+        timeout = _checked(timeout)
         try:
             code = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -115,9 +115,12 @@ class Background:
         return ":\n" + "\n".join(lines) if lines else "; it had printed nothing."
 
 
-def _check(timeout: float) -> None:
+def _checked(timeout: float | None) -> float:
+    if timeout is None:
+        return patience(120.0)
     if not timeout > 0:
         raise ValueError(f"timeout={timeout}: give the command a number of seconds above 0.")
+    return timeout
 
 
 def _own_tools(words: list[str]) -> list[str]:

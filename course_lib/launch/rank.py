@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import multiprocessing
@@ -69,6 +68,7 @@ class Failure:
 
 
 _in_rank = False
+_notebook = 0  # process id of who launched this rank
 
 
 def inside_a_rank() -> bool:
@@ -185,6 +185,8 @@ def _fail(rank: int, folder: str, kind: str, error: BaseException, named: str = 
         frames,
         kind == "raised" and any(sign in message.lower() for sign in PEER_LOST),
     )
+    if _has_ended(_notebook, seconds=0):  # its end is why a peer was lost, and nobody else clears up now
+        _end(folder)
     write_atomically(f"{folder}/error{rank}", json.dumps(asdict(failure)).encode())
     if failure.lost_peer:
         time.sleep(GRACE)
@@ -207,28 +209,42 @@ def _die_with(notebook: int, folder: str) -> None:
     rank holds the pipe that keeps the forkserver alive.
     """
 
-    def end() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.killpg(0, signal.SIGKILL)
+    global _notebook
+    _notebook = notebook
 
     def watch() -> None:
-        _wait_for_end_of(notebook)
-        end()
+        _has_ended(notebook)
+        _end(folder)
 
     threading.Thread(target=watch, daemon=True, name="die-with-notebook").start()
 
 
-def _wait_for_end_of(pid: int) -> None:
+def _end(folder: str) -> NoReturn:
+    """Leave nothing: neither the launch's folder nor this rank, nor what it started."""
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def _has_ended(pid: int, seconds: float | None = None) -> bool:
+    """Wait for the end of process `pid`, as long as it takes or at most `seconds`; True when it has ended."""
     if hasattr(os, "pidfd_open"):
         import select
 
-        with contextlib.suppress(ProcessLookupError):
+        try:
             handle = os.pidfd_open(pid)
-            select.select([handle], [], [])
-        return
+        except ProcessLookupError:
+            return True
+        try:
+            return bool(select.select([handle], [], [], seconds)[0])
+        finally:
+            os.close(handle)
+    give_up = time.monotonic() + (float("inf") if seconds is None else seconds)
     while True:  # macOS has no pidfd
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
-            return
+            return True
+        if time.monotonic() >= give_up:
+            return False
         time.sleep(0.5)

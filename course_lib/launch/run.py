@@ -13,7 +13,7 @@ from typing import Any
 
 from course_lib.launch import agent, failures, supervision
 from course_lib.launch import rank as rank_program
-from course_lib.launch.checkout import rank_path
+from course_lib.launch.checkout import patience, rank_path
 from course_lib.launch.group import choose_backend
 from course_lib.launch.leases import for_run
 from course_lib.launch.output import Stream, to_cell
@@ -54,7 +54,7 @@ def launch(
     function: Callable[..., Any],
     *args: Any,
     ranks: int,
-    timeout: float = 60.0,
+    timeout: float | None = None,
     backend: str | None = None,
     threads: int | None = None,
     quiet: bool = False,
@@ -71,7 +71,8 @@ def launch(
     Args:
         function: any function; one from a notebook cell travels by value.
         ranks: number of processes, 1 or more.
-        timeout: seconds the function may take, counted from when all ranks have joined.
+        timeout: seconds the function may take, counted from when all ranks have joined; None: 60, or
+            BEYOND_ONE_GPU_TIMEOUT where that is more.
         backend: ``"gloo"``, ``"nccl"`` or ``None`` to let the machine decide.
         threads: PyTorch's CPU threads per rank; ``None`` shares the machine's cores out.
         quiet: keep what the ranks print in ``run.logs`` without showing it; an error has its last lines.
@@ -88,6 +89,7 @@ def launch(
             "launch() was called inside a rank: the ranks are up already. Use torch.distributed here, or call launch() "
             'from the notebook (in a script: below `if __name__ == "__main__":`).'
         )
+    timeout = patience(60.0) if timeout is None else timeout
     _check(function, ranks, timeout, threads, args, kwargs)
     began = time.perf_counter()
     if not quiet and not agent.is_warm():
