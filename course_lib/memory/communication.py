@@ -23,6 +23,8 @@ class Communication(NamedTuple):
         head: of the head's gradients, once they are there. block: of each block that the backward pass has done with.
         end: of all gradients when the backward pass is over, before anything is sent that waited for this.
         last_block, reduced: where gradients are sent of the last block, at the end; 0 where that is no phase of its own.
+        on_the_way: of the block before, while a block computes its gradients; 0 where none are.
+        gathering: as the last block arrives, in a flat tensor and in its own, with the flat tensor of the one before; else 0.
         step: at the optimizer's step.
         whole: unsharded gradients of one block, on their way into shards; told, and counted where they are.
         at_work: gathered weights of the block at work, contained in `forward` and `backward`; there are none at the loss.
@@ -40,6 +42,8 @@ class Communication(NamedTuple):
     whole: int = 0
     at_work: int = 0
     left: float = 0.0
+    on_the_way: int = 0
+    gathering: int = 0
 
 
 def communication(run: Run, r: Resident, layers: int, accumulate: bool, tied_here: bool) -> Communication:
@@ -95,22 +99,21 @@ def _left(r: Resident) -> float:
 
 def _fsdp(run: Run, r: Resident, layers: int, accumulate: bool, waiting: int, head: int) -> Communication:
     """Gathered: the root, from the first use to the end; the block at work; and, in one flat tensor each, the block before it
-    or after it. Without resharding all blocks. Gradients of a unit are whole until it is done, over several micro-batches
-    until the last; then they are copied into the input of the reduce-scatter, in fp32 under mixed precision."""
-    blocks = layers if not run.reshard_after_forward else 1
+    or after it. Without resharding all blocks, by the end of the forward pass. Gradients of a unit are whole until it is done,
+    over several micro-batches until the last; then they are copied into the input of the reduce-scatter, in fp32 under mixed
+    precision. That input is there until the next unit is done."""
+    blocks = 1 if run.reshard_after_forward else layers - 1
     gathered = r.outer_copy + (blocks + 1) * r.block_copy
+    forward = gathered + (0 if run.reshard_after_forward else r.block_copy)
     unsharded = r.whole if accumulate else 0
     wide = run.gradient // (run.stored if run.full else run.factors) or 1
     block, outer = r.block_gradient, r.outer_gradient
     passed = (0 if accumulate else r.share // layers) - (0 if run.reshard_after_forward else r.block_copy)
     # a block's own weights have gone when its gradients are sent
-    last_block = (
-        gathered - (0 if run.reshard_after_forward else r.block_copy) + (unsharded or head + block) + wide * block
-    )
-    last_block += r.share // layers
+    last_block = gathered - r.block_copy + (unsharded or head + block) + wide * block + r.share // layers
     end = gathered - blocks * r.block_copy + r.share + (0 if accumulate else outer - waiting)
     return Communication(
-        gathered + unsharded,
+        forward + unsharded,
         gathered + unsharded,
         waiting if accumulate else head,
         passed,
@@ -120,4 +123,6 @@ def _fsdp(run: Run, r: Resident, layers: int, accumulate: bool, waiting: int, he
         r.share + r.step,
         whole=block,
         at_work=r.block_copy if run.reshard_after_forward else 0,
+        on_the_way=wide * block,
+        gathering=forward + r.block_copy,
     )

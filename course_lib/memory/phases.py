@@ -166,6 +166,8 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float) -> Breakdown:
     filled = during.head + (layers - 1) * during.block
 
     moments: dict[str, PhaseEnd] = {"forward of the last block": PhaseEnd(below, during.forward, casts, [forward])}
+    if during.gathering:
+        moments["gather of the last block"] = PhaseEnd(below, during.gathering)
     if last:
         there = blocks + small
         moments["the loss"] = PhaseEnd(there, during.forward, casts, [f.head_forward], -during.at_work)
@@ -175,6 +177,12 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float) -> Breakdown:
     moments["backward of the last block"] = PhaseEnd(below, during.backward + last * during.head, casts_there, backward)
     if during.last_block:
         moments["reduce-scatter of the last block"] = PhaseEnd(below, during.last_block)
+    if during.on_the_way and layers > 2:  # the last and the first block that follow one and are followed by one
+        for name, done in (("second last", 1), ("second", layers - 2)):
+            saved = kept_first + (layers - 2 - done) * kept_block + small
+            sent = during.on_the_way + during.head + done * during.block
+            casts_left = (layers - done) * r.block_casts
+            moments[f"backward of the {name} block"] = PhaseEnd(saved, during.backward + sent, casts_left, backward)
     moments["backward of the first block"] = PhaseEnd(small, during.backward + filled, r.block_casts, backward)
     if full and first:
         stream = tokens * shape.hidden * run.stored
