@@ -108,10 +108,11 @@ def _fsdp(run: Run, r: Resident, layers: int, accumulate: bool, waiting: int, he
     unsharded = r.whole if accumulate else 0
     wide = run.gradient // (run.stored if run.full else run.factors) or 1
     block, outer = r.block_gradient, r.outer_gradient
-    passed = (0 if accumulate else r.share // layers) - (0 if run.reshard_after_forward else r.block_copy)
+    block_share = r.share * block // r.whole if r.whole else 0
+    passed = block_share - (block if accumulate else 0) - (0 if run.reshard_after_forward else r.block_copy)
     # a block's own weights have gone when its gradients are sent
-    last_block = gathered - r.block_copy + (unsharded or head + block) + wide * block + r.share // layers
-    end = gathered - blocks * r.block_copy + r.share + (0 if accumulate else outer - waiting)
+    last_block = gathered - r.block_copy + (unsharded or head + block) + wide * block + block_share
+    end = r.outer_copy + wide * block + layers * block_share + outer - waiting
     return Communication(
         forward + unsharded,
         gathered + unsharded,
@@ -119,7 +120,7 @@ def _fsdp(run: Run, r: Resident, layers: int, accumulate: bool, waiting: int, he
         passed,
         end,
         last_block,
-        end + waiting + wide * outer,
+        layers * block_share + outer + wide * outer,  # the root's weights have gone
         r.share + r.step,
         whole=block,
         at_work=r.block_copy if run.reshard_after_forward else 0,
