@@ -8,11 +8,12 @@ arXiv:1910.02054, stage 3; Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277).
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from course_lib.launch import rank_device
@@ -24,6 +25,11 @@ from course_lib.training.micro_batches import micro_batch_size
 from course_lib.training.outcome import Outcome, outcome
 
 
+def all_ranks() -> DeviceMesh:
+    """Return all ranks in one row, on the devices that they train on: CPU ranks on a machine with a GPU, too."""
+    return init_device_mesh(rank_device().type, (dist.get_world_size(),))
+
+
 def shard(model: Any, *, bf16: bool = False, reshard_after_forward: bool = True) -> Any:
     """Shard a transformers model in place over all ranks: a unit for each block, and one for the rest.
 
@@ -32,8 +38,7 @@ def shard(model: Any, *, bf16: bool = False, reshard_after_forward: bool = True)
         bf16: gather and compute in bf16; the shards stay fp32, and gradients are summed in fp32.
         reshard_after_forward: free a block after its forward; False keeps it gathered until its backward.
     """
-    mesh = init_device_mesh(rank_device().type, (dist.get_world_size(),))  # all ranks in one row
-    policy = MixedPrecisionPolicy()
+    mesh, policy = all_ranks(), MixedPrecisionPolicy()
     if bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.model.layers:
@@ -42,17 +47,13 @@ def shard(model: Any, *, bf16: bool = False, reshard_after_forward: bool = True)
 
 
 def train(
-    *,
     build: Callable[[], Any] = tiny_llama,
     steps: int = 20,
     global_batch: int = 8,
     seq_len: int = 128,
-    lr: float = 1e-3,
     gradient_accumulation_steps: int = 1,
-    sync_every_micro_batch: bool = False,
-    max_grad_norm: float = float("inf"),
+    max_grad_norm: float = inf,
     bf16: bool = False,
-    reshard_after_forward: bool = True,
 ) -> Outcome:
     """Train under FSDP2; the default process group must be up.
 
@@ -61,20 +62,18 @@ def train(
         steps: optimizer steps.
         global_batch: sequences in one step, over all ranks and micro-batches.
         seq_len: tokens per sequence.
-        lr: AdamW's learning rate.
-        gradient_accumulation_steps: micro-batches per rank and step.
-        sync_every_micro_batch: reduce gradients after every micro-batch, instead of keeping them whole until the last.
+        gradient_accumulation_steps: micro-batches per rank and step; gradients stay whole until the last.
         max_grad_norm: largest norm of the whole model's gradient.
-        bf16, reshard_after_forward: as in `shard`.
+        bf16: as in `shard`.
 
     Returns:
         In `extra`: local_elements (of the weights, on this rank) and gradient_norms (of each step, before clipping).
     """
     rank, world_size, device = dist.get_rank(), dist.get_world_size(), rank_device()
     micro_batch_size(steps, global_batch, world_size, gradient_accumulation_steps)  # raises where shares are unequal
-    model = shard(build().to(device), bf16=bf16, reshard_after_forward=reshard_after_forward)
+    model = shard(build().to(device), bf16=bf16)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=lr)  # after sharding, so that its moments are shards, too
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)  # after sharding, so that its moments are shards, too
     local_elements = sum(p.to_local().numel() for p in model.parameters())  # raises if a weight is not sharded
     observation, losses, norms = observe(model, optimizer), [], []
     for step in range(steps):
@@ -83,7 +82,7 @@ def train(
         with observation.step(tokens=share.numel()):
             total = torch.zeros((), device=device)
             for i, micro_batch in enumerate(micro_batches, start=1):
-                model.set_requires_gradient_sync(sync_every_micro_batch or i == len(micro_batches))
+                model.set_requires_gradient_sync(i == len(micro_batches))
                 loss = model(input_ids=micro_batch, labels=micro_batch).loss / len(micro_batches)
                 loss.backward()
                 total += loss.detach()
