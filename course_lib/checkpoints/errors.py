@@ -64,9 +64,7 @@ def together(failed: str) -> Iterator[None]:
     rank = rank_and_world_size()[0]
     try:
         yield
-    except (
-        CheckpointException
-    ) as error:  # DCP's own, which is no Exception: all ranks' failures, the same on every rank
+    except CheckpointException as error:  # DCP's own, and no Exception: what failed on which rank, the same on all
         rank = min(error.failures)
         caught = error.failures[rank][0]
     except Exception as error:  # raised below, on all ranks: one that left alone would leave the others waiting

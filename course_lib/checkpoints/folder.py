@@ -19,7 +19,6 @@ from course_lib.checkpoints.errors import CheckpointError
 from course_lib.files import write_atomically
 
 MANIFEST = "manifest"
-FORMAT = 3
 _CHECKPOINT = re.compile(r"step-(\d{8,})(\.replaced)?")
 _LEFT_BEHIND = re.compile(r"step-\d{8,}\.(part-.*|replaced)")
 
@@ -38,31 +37,26 @@ class Manifest:
 
 def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
     """Write the manifest as its own SHA-256 and then JSON, and wait until the disk has the whole checkpoint."""
-    body = json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1)
+    body = json.dumps(asdict(manifest), indent=1)
     checksum = hashlib.sha256(body.encode()).hexdigest()
     write_atomically(checkpoint / MANIFEST, f"{checksum}\n{body}", durable=True)
     fsync_folder(checkpoint)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest of a checkpoint that has all its files, each of the right size; no other file is read.
-
-    Raises CheckpointError for any other.
-    """
+    """Return the manifest of a checkpoint; raise CheckpointError unless all its files are there, each of the right size."""
     try:
         checksum, _, body = (checkpoint / MANIFEST).read_bytes().partition(b"\n")
     except OSError as error:
         raise CheckpointError(f"{checkpoint} has no manifest: no finished checkpoint is there.") from error
     if hashlib.sha256(body).hexdigest().encode() != checksum:
         raise CheckpointError(f"{checkpoint / MANIFEST} was truncated or changed.")
-    fields = json.loads(body)
-    if fields.pop("format") != FORMAT:
-        raise CheckpointError(f"{checkpoint} was saved by another version of the course: load it with that one.")
-    for name, (size, _) in fields["files"].items():
+    manifest = Manifest(**json.loads(body))
+    for name, (size, _) in manifest.files.items():
         path = checkpoint / name
         if not path.is_file() or path.stat().st_size != size:
             raise CheckpointError(f"{path} does not have its {size:,} bytes: it was truncated, changed or removed.")
-    return Manifest(**fields)
+    return manifest
 
 
 def digest(path: Path) -> str:
@@ -88,16 +82,14 @@ def name(step: int) -> str:
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints by step, newest first. Damaged ones are among them, parts are not.
+    """Return the checkpoints by step, newest first; damaged ones are among them.
 
     ``step-00000010.replaced`` counts where step 10 itself is missing: a save was killed while it replaced it.
     """
     found = {}
-    for path in (
-        sorted(folder.iterdir(), reverse=True) if folder.is_dir() else ()
-    ):  # step 10 itself comes last, and counts
+    for path in sorted(folder.glob("step-*"), reverse=True):
         if match := _CHECKPOINT.fullmatch(path.name):
-            found[int(match[1])] = path
+            found[int(match[1])] = path  # step-00000010 comes after step-00000010.replaced, and takes its place
     return dict(sorted(found.items(), reverse=True))
 
 

@@ -50,9 +50,7 @@ def save(
 
     Args:
         root: a folder that all ranks share; made if it is not there. One run saves into it.
-        step: updates done.
         model, optimizer: sharded by ``fully_shard``, or plain.
-        scheduler: a learning-rate scheduler of PyTorch's.
         extra: plain JSON that ``load`` gives back: the position in the data, say.
         keep: complete checkpoints to keep, this one included; older ones are removed.
 
@@ -106,7 +104,7 @@ def load(
     saved ones. The number of ranks may differ from when it was saved; if it does not, random numbers are restored too.
 
     Raises:
-        CheckpointError: none there, another model, another version of the course, truncated or changed.
+        CheckpointError: none there, another model, truncated or changed.
     """
     rank, world_size = rank_and_world_size()
     failed = f"{where} was not loaded"
