@@ -27,7 +27,7 @@ ROOMS = {
     "course_lib/parallel": (668, 550),  # when a bucket travels, by arithmetic
     "course_lib/models": (739, 400),  # the Llama of any widths came from training
     "course_lib/training": (4878, 1200),
-    "course_lib/checkpoints": (994, 400),
+    "course_lib/checkpoints": (459, 400),
     "course_lib/notebook": (
         1568,
         600,
@@ -38,7 +38,7 @@ ROOMS = {
     "course_tools/planning": (3708, 2500),  # a ZeRO plan's script brings its JSON
     "course_tools/axolotl": (3089, 2000),  # a notebook needs no remark that it waits
     "course_tools/clusters": (1090, 600),
-    "course_tools/conversion": (1023, 700),
+    "course_tools/conversion": (1022, 700),
     "course_tools/monitoring": (744, 450),
     "course_tools/doctor": (718, 450),
     "course_tools": (151, 150),  # where to go on, and the notebook there
@@ -47,7 +47,7 @@ ROOMS = {
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (2873, 1300),
     "tests": (
-        15055,
+        14878,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser
     "benchmarks": (2345, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one

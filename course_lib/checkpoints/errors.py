@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import pickle
-import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -18,82 +13,65 @@ T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be saved or loaded; the message says why, and what is still whole."""
+    """A checkpoint that cannot be saved or loaded; the message says why."""
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """The OSError behind another error: torch's writer of zip files hides a full disk behind its own."""
+    """Find the OSError behind another error: torch's writer of zip files hides a full disk behind its own."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
 
 
-def reason(error: BaseException, folder: Path) -> str:
-    """One line on what went wrong below ``folder``, with the free space of its disk."""
+def reason(error: BaseException) -> str:
+    """Say in one line what went wrong: what the system said, such as "No space left on device", or the error's text."""
     cause = system_error(error)
-    unsafe = re.search(r"GLOBAL (\S+\w)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
-    if cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-        why = "the disk is full"
-    elif cause is not None and cause.strerror:
-        why = cause.strerror
-    elif unsafe:
-        return f"it names {unsafe[1]}, which no checkpoint of ours does"
-    else:
-        why = (str(error).strip() or type(error).__name__).splitlines()[-1][:300]
-    try:
-        free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
-    except (OSError, StopIteration):
-        return why
-    return f"{why} ({free / 1e9:.2f} GB are free there)"
+    if cause is not None and cause.strerror:
+        return cause.strerror
+    return " ".join(str(error).split()) or type(error).__name__
 
 
-def rank_and_world_size(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """(0, 1) without a process group."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, by rank, on every rank."""
-    world_size = rank_and_world_size(group)[1]
+def gather(value: T) -> list[T]:
+    """Return every rank's value, by rank, on every rank."""
+    world_size = rank_and_world_size()[1]
     if world_size == 1:
         return [value]
     values: list[Any] = [None] * world_size
-    dist.all_gather_object(values, value, group=group)
+    dist.all_gather_object(values, value)
     return values
 
 
-def share(value: T, group: dist.ProcessGroup | None = None) -> T:
-    """Rank 0's value on every rank."""
-    if rank_and_world_size(group)[1] == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    return box[0]
+def share(value: T) -> T:
+    """Return rank 0's value on every rank."""
+    values = [value]
+    if rank_and_world_size()[1] > 1:
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 @contextmanager
-def together(doing: str, folder: Path, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """If any rank fails in the block, all raise the same CheckpointError: ``doing: rank 1: the disk is full``.
+def together(failed: str) -> Iterator[None]:
+    """If the block fails on any rank, raise the same CheckpointError on all: ``{failed}: rank 1: No space left on device.``
 
     Every rank must reach the end of the block: nothing in it may wait for a rank that has failed.
     """
     caught: BaseException | None = None
-    rank = rank_and_world_size(group)[0]
+    rank = rank_and_world_size()[0]
     try:
         yield
-    except CheckpointException as error:  # DCP's own, which is no Exception, carries the failures of all ranks
+    except CheckpointException as error:  # DCP's own, and no Exception: what failed on which rank, the same on all
         rank = min(error.failures)
         caught = error.failures[rank][0]
     except Exception as error:  # raised below, on all ranks: one that left alone would leave the others waiting
         caught = error
-    sentence = None
-    if isinstance(caught, CheckpointError):
-        sentence = (rank, True, str(caught))
-    elif caught is not None:
-        sentence = (rank, False, reason(caught, folder))
-    failed = [one for one in gather(sentence, group) if one]
-    if failed:
-        rank, complete, text = min(failed, key=lambda one: not one[1])  # a CheckpointError says more than others
-        raise CheckpointError(text if complete else f"{doing}: rank {rank}: {text}.") from caught
+    message = None
+    if caught is not None:
+        message = str(caught) if isinstance(caught, CheckpointError) else f"{failed}: rank {rank}: {reason(caught)}."
+    messages = [text for text in gather(message) if text is not None]
+    if messages:
+        raise CheckpointError(messages[0]) from caught

@@ -1,28 +1,37 @@
-"""``save`` and ``save_async``: all ranks write one checkpoint into a temporary folder, which rank 0 renames at the end."""
+"""``save`` and ``load``, around torch.distributed.checkpoint (DCP): each rank writes its shards, and any number of ranks
+reads the pieces that it needs. A model that is not sharded is saved the same way.
+
+https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
 
 from __future__ import annotations
 
-import json
 import os
+import random
 import shutil
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import replace
-from importlib.metadata import version
+from contextlib import ExitStack, contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import torch
-import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from filelock import FileLock, Timeout
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
-from course_lib.checkpoints import folder, manifest
-from course_lib.checkpoints.errors import CheckpointError, gather, rank_and_world_size, share, together
-from course_lib.checkpoints.manifest import Manifest, digest, files_in, fingerprint
-from course_lib.checkpoints.sharded_state import Writer, sharded_state, write, write_run_state
+from course_lib.checkpoints import folder
+from course_lib.checkpoints.errors import CheckpointError, gather, rank_and_world_size, share, system_error, together
+from course_lib.checkpoints.folder import Manifest
+from course_lib.files import write_atomically
 
 
 def save(
@@ -30,11 +39,10 @@ def save(
     step: int,
     *,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer,
     scheduler: Any = None,
     extra: dict[str, Any] | None = None,
     keep: int = 2,
-    trainable_only: bool = False,
 ) -> Path:
     """Save a checkpoint as ``root/step-00000010``; every rank calls it, and gets its path when it is complete.
 
@@ -42,196 +50,175 @@ def save(
 
     Args:
         root: a folder that all ranks share; made if it is not there. One run saves into it.
-        step: optimizer steps done.
-        model: sharded by ``fully_shard``, or plain.
-        optimizer: whose state to save.
-        scheduler: a learning-rate scheduler of PyTorch's.
+        model, optimizer: sharded by ``fully_shard``, or plain.
         extra: plain JSON that ``load`` gives back: the position in the data, say.
         keep: complete checkpoints to keep, this one included; older ones are removed.
-        trainable_only: leave frozen parameters out (LoRA: a few MB instead of the whole model).
 
     Raises:
-        ValueError: a bad ``step``, ``keep`` or ``extra``, or a quantized model without ``trainable_only``.
         CheckpointError: the disk is full, the folder cannot be written or is not shared, another save is under way.
     """
-    head = _head(step, model, optimizer, extra, keep, trainable_only)
-    draft = _Draft(root, step)
-    with draft.writing() as path:
-        write(Writer(path), sharded_state(model, optimizer, trainable_only))
-    with draft.writing() as path:
-        write_run_state(path, rank_and_world_size()[0], scheduler)
-    return draft.publish(head, keep)
+    rank, world_size = rank_and_world_size()
+    root = Path(root)
+    failed = f"step {step} was not saved in {root}"
+    # The part has a name of its own, for orphans of a killed run may still write into an older part. Gathering it also
+    # keeps this save from starting before every rank has left the last one.
+    part = root / f"{folder.name(step)}.part-{gather(uuid4().hex[:8])[0]}"
+    with ExitStack() as until_the_end:
+        with together(failed):
+            if rank == 0:
+                until_the_end.enter_context(_only_save(part))
+        with together(failed):  # a rank that does not share the folder fails here: it does not see the part
+            own = BytesIO()
+            torch.save({"random": random_state(), "scheduler": scheduler and scheduler.state_dict()}, own)
+            torch.load(BytesIO(own.getvalue()), weights_only=True)  # refuses now what no load would take
+            write_atomically(part / f"rank-{rank:05d}.pt", own.getvalue(), durable=True)
+        with together(failed):
+            dcp.save(sharded_state(model, optimizer), storage_writer=_Writer(part))
+            names = sorted(path.name for path in part.iterdir())
+        names = share(names)
+        with together(failed):  # the ranks share the work
+            paths = [part / name for name in names[rank::world_size]]
+            files = {path.name: [path.stat().st_size, folder.digest(path)] for path in paths}
+        files = {name: entry for some in gather(files) for name, entry in some.items()}
+        manifest = Manifest(step, world_size, fingerprint(model), files, extra or {})
+        with together(failed):
+            if rank == 0:
+                folder.write_manifest(part, manifest)
+                folder.publish(part, step)
+        with together(f"step {step} was saved, but older ones could not be removed"):
+            if rank == 0:
+                folder.prune(root, step, keep)
+    return root / folder.name(step)
 
 
-def save_async(
-    root: str | os.PathLike[str],
-    step: int,
+def load(
+    where: str | os.PathLike[str],
     *,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
-    extra: dict[str, Any] | None = None,
-    keep: int = 2,
-    trainable_only: bool = False,
-) -> Future[Path]:
-    """``save`` while training goes on: the state is copied to host memory, then written by a thread.
+) -> dict[str, Any]:
+    """Load a checkpoint, or a folder's newest complete one; every rank calls it. Returns ``extra`` with ``step`` added.
 
-    Returns when the copy is taken; ``.result()`` waits for the path, and raises CheckpointError where ``save`` would.
-    Takes host memory for one copy of this rank's shards. One at a time: wait for the last before the next, and before
-    the process group goes down.
+    Before the model is touched, every file's checksum and the model's names, shapes and dtypes are compared with the
+    saved ones. The number of ranks may differ from when it was saved; if it does not, random numbers are restored too.
+
+    Raises:
+        CheckpointError: none there, another model, truncated or changed.
     """
-    head = _head(step, model, optimizer, extra, keep, trainable_only)
-    draft = _Draft(root, step)
-    with draft.writing() as path:
-        write_run_state(path, rank_and_world_size()[0], scheduler)
-    with draft.writing() as path:
-        writer = Writer(path)
-        copied = writer.stage(sharded_state(model, optimizer, trainable_only))
-    # No thread starts before every rank has come this far: one without its peers would wait for them for ever, and make
-    # folders again that rank 0 has just removed. The thread's collectives must not mix with the training's, so it gets a
-    # group of its own, on the host.
-    group = dist.new_group(backend="gloo") if rank_and_world_size()[1] > 1 else None
-    done: Future[Path] = Future()
-
-    def finish() -> None:
-        result: Path | BaseException
-        try:
-            with draft.writing(group):
-                write(writer, copied, group)
-            result = draft.publish(head, keep, group)
-        except BaseException as error:  # carried to whoever asks for the result
-            result = error
-        if group is not None:
-            dist.destroy_process_group(group)  # before anybody goes on and takes the whole group down
-        done.set_exception(result) if isinstance(result, BaseException) else done.set_result(result)
-
-    threading.Thread(target=finish, name=f"checkpoint of step {step}").start()
-    return done
-
-
-def _head(
-    step: int,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    extra: dict[str, Any] | None,
-    keep: int,
-    trainable_only: bool,
-) -> Manifest:
-    if hasattr(model, "zero_optimization_stage"):  # its stage 3 would be saved as empty tensors
-        raise ValueError("a DeepSpeed engine saves itself: call its save_checkpoint.")
-    for name, value, least in (("step", step, 0), ("keep", keep, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r}: give a whole number of at least {least}.")
-    try:
-        plain = json.loads(json.dumps(extra or {})) == (extra or {})
-    except (TypeError, ValueError):
-        plain = False
-    if not plain or not isinstance(extra or {}, dict):
-        raise ValueError("extra= must be plain JSON: a dict with names of str, numbers, strings, lists.")
-    if not trainable_only:
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad and not parameter.is_floating_point():
-                raise ValueError(f"{name} is quantized: save with trainable_only=True, its base comes from elsewhere.")
-    return Manifest(
-        step=step,
-        world_size=rank_and_world_size()[1],
-        model=fingerprint(model),
-        extra=extra or {},
-        optimizer=type(optimizer).__name__ if optimizer is not None else "",
-        trainable_only=trainable_only,
-        versions={"torch": version("torch")},
-    )
-
-
-class _Draft:
-    """A checkpoint while it is written: begun, written and published by all ranks together.
-
-    Rank 0 holds the folder's lock meanwhile. The system releases it when the process dies, so whoever gets the lock next
-    may remove the parts that it finds.
-    """
-
-    def __init__(self, root: str | os.PathLike[str], step: int) -> None:
-        self.root, self.step = Path(root), step
-        self.path = self.root / f"{folder.name(step)}{folder.PART}{uuid4().hex[:8]}"
-        self.failed = f"step {step} was not saved in {self.root}"
-        self._lock: FileLock | None = None
-        gather(None)  # a rank that is still leaving the last save, or looks at what it left, must not see this one
-        with together(self.failed, self.root):
-            if rank_and_world_size()[0] == 0:
-                self._begin()
-        self.path = share(self.path)
-        with self.writing():
-            if not self.path.is_dir():
-                rank = rank_and_world_size()[0]
+    rank, world_size = rank_and_world_size()
+    failed = f"{where} was not loaded"
+    path = Path(where)
+    with together(failed):
+        if rank == 0 and not (path / folder.MANIFEST).exists():
+            path = folder.latest(where)
+            if path is None:
+                raise CheckpointError(f"{where} has no complete checkpoint.")
+    path = share(path)
+    with together(failed):
+        manifest = folder.read_manifest(path)
+        saved, here = manifest.model, fingerprint(model)
+        for name in {**saved, **here}:
+            there, ours = saved.get(name, "missing"), here.get(name, "missing")
+            if there != ours:
+                raise CheckpointError(f"{path} is of another model: {name!r} is {there} there, and {ours} here.")
+        for name in sorted(manifest.files)[rank::world_size]:  # the ranks share the work
+            if folder.digest(path / name) != manifest.files[name][1]:
                 raise CheckpointError(
-                    f"Rank {rank} does not see {self.path}: a checkpoint needs a folder that all ranks share."
+                    f"{path / name} has other bytes than when it was saved. Remove {path} to go on from an older one."
                 )
+    same_ranks = world_size == manifest.world_size
+    with together(failed):
+        own = torch.load(path / f"rank-{rank if same_ranks else 0:05d}.pt", weights_only=True)
+    with together(failed):
+        state = sharded_state(model, optimizer)
+        dcp.load(state, checkpoint_id=path, planner=_SafePlanner())  # into the shards, in place
+        set_model_state_dict(model, state["model"])
+        if optimizer is not None:
+            set_optimizer_state_dict(model, optimizer, state["optim"])
+        if scheduler is not None:
+            scheduler.load_state_dict(own["scheduler"])
+        if same_ranks:  # else each rank keeps its own: dropout differs in any case
+            set_random_state(own["random"])
+    return {**manifest.extra, "step": manifest.step}
 
-    def _begin(self) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.root / ".lock", thread_local=False)
+
+@contextmanager
+def _only_save(part: Path) -> Iterator[None]:
+    """Make the part, and hold its folder's lock meanwhile; what was not published is removed. For rank 0.
+
+    The system releases the lock when the process dies, so whoever gets it may remove the parts that it finds.
+    """
+    part.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = FileLock(part.parent / ".lock").acquire(timeout=0)
+    except Timeout:
+        raise CheckpointError(f"Another save into {part.parent} is under way: give each run its own folder.") from None
+    with lock:
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise CheckpointError(
-                f"Another save into {self.root} is under way: wait for its .result(), or give each run its own folder."
-            ) from None
+            folder.sweep(part.parent)
+            part.mkdir()
+            yield
+        finally:
+            shutil.rmtree(part, ignore_errors=True)  # where it was published it is gone already
+
+
+# What a checkpoint holds.
+
+
+def sharded_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Return the model's and the optimizer's state as DCP saves it: this rank's shards, under the whole model's names."""
+    state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if optimizer is not None:
+        if not optimizer.state:
+            get_optimizer_state_dict(model, optimizer)  # DCP makes the moments by a step without gradients
+            for moments in optimizer.state.values():
+                if "step" in moments:
+                    moments["step"].zero_()  # else the first real step would have Adam's second bias correction
+        state["optim"] = get_optimizer_state_dict(model, optimizer)
+    return state
+
+
+def fingerprint(model: torch.nn.Module) -> dict[str, str]:
+    """Return each tensor's dtype and whole shape, however the model is wrapped and sharded."""
+    state = get_model_state_dict(model)
+    return {name: f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.") for name, tensor in state.items()}
+
+
+def random_state() -> dict[str, Any]:
+    """Where this rank's generators stand: PyTorch's on the CPU and on its GPU, Python's, NumPy's."""
+    kind, keys, *position = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), *position),  # torch.load takes no arrays with weights_only
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put this rank's generators where ``random_state`` found them."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+
+
+class _Writer(dcp.FileSystemWriter):
+    """DCP's writer of files, except that a full disk raises the system's OSError."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         try:
-            folder.sweep(self.root)
-            self.path.mkdir()
-        except BaseException:
-            lock.release()
-            raise
-        self._lock = lock
+            return super().write_data(plan, planner)
+        except RuntimeError as error:  # on its way to the other ranks it would lose its cause
+            raise (system_error(error) or error) from None
 
-    @contextmanager
-    def writing(self, group: dist.ProcessGroup | None = None) -> Iterator[Path]:
-        """Around what every rank writes: if one rank fails, all raise the same CheckpointError and the part is removed."""
-        try:
-            with together(self.failed, self.root, group):
-                yield self.path
-        except CheckpointError:
-            if self._lock is not None:
-                shutil.rmtree(self.path, ignore_errors=True)
-            self._release()
-            gather(None, group)  # no rank goes on before the part is gone
-            raise
 
-    def publish(self, head: Manifest, keep: int, group: dist.ProcessGroup | None = None) -> Path:
-        """Hash every file (the ranks share the work), flush, write the manifest and rename; remove old checkpoints."""
-        rank, world_size = rank_and_world_size(group)
-        with self.writing(group):
-            names = files_in(self.path)
-        names = share(names, group)
-        hashed: dict[str, tuple[int, str]] = {}
-        with self.writing(group):
-            for name in names[rank::world_size]:
-                path = self.path / name
-                hashed[name] = (path.stat().st_size, digest(path, to_disk=True))
-        files = {name: entry for part in gather(hashed, group) for name, entry in part.items()}
-        final = self.root / folder.name(self.step)
-        with self.writing(group):
-            if rank == 0:
-                self._write_manifest(replace(head, files=files))
-                folder.publish(self.path, self.step)
-        with together(f"step {self.step} was saved, but older ones could not be removed", self.root, group):
-            try:
-                if rank == 0:
-                    folder.prune(self.root, self.step, keep)
-            finally:
-                self._release()
-        return final
+class _SafePlanner(dcp.DefaultLoadPlanner):
+    """DCP's planner, except that it unpickles plain values only."""
 
-    def _write_manifest(self, head: Manifest) -> None:
-        for path in sorted({(self.path / name).parent for name in head.files}):
-            folder.fsync_folder(path)
-        with (self.path / manifest.NAME).open("w", encoding="utf-8") as file:
-            file.write(manifest.to_json(head))
-            file.flush()
-            os.fsync(file.fileno())
-        folder.fsync_folder(self.path)
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        torch.load(value, weights_only=True)  # raises for anything else
+        value.seek(0)
+        super().load_bytes(read_item, value)

@@ -16,8 +16,7 @@ from uuid import uuid4
 import torch
 
 from course_lib.checkpoints.errors import CheckpointError, reason
-from course_lib.checkpoints.folder import fsync_folder
-from course_lib.checkpoints.manifest import digest
+from course_lib.checkpoints.folder import digest, fsync_folder
 from course_lib.files import write_atomically
 from course_tools.conversion import manifest as manifests
 from course_tools.conversion.architecture import Architecture
@@ -196,7 +195,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         os.replace(part, target)  # an empty folder may stand in its place
         fsync_folder(target.parent)
     except OSError as error:
-        raise CheckpointError(f"{target} was not written: {reason(error, target)}.") from error
+        raise CheckpointError(f"{target} was not written: {reason(error)}.") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
