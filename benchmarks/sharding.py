@@ -1,8 +1,8 @@
 """ZeRO and FSDP2 on real ranks: bytes against their prediction, seconds against other launchers.
 
-1. Bytes at rest on each rank of 2, 3 and 4: ZeRO's stages 1 to 3, offloading, every FSDP2 setting, measured and predicted.
-2. Seconds a step and of starting: the course's FSDP2 program against Accelerate's, its ZeRO program by `launch` and torchrun
-   against DeepSpeed's own launcher. Runs alternate, so that a noisy minute hits all of them.
+1. Bytes at rest on each rank of 2, 3 and 4: ZeRO's stages 1 to 3, FSDP2, offloading, copies of shards, measured and predicted.
+2. Seconds a step and of starting: the course's ZeRO program by `launch` and torchrun against DeepSpeed's own launcher. Runs
+   alternate, so that a noisy minute hits all of them.
 3. The peak of a step against `estimate`.
 
     python benchmarks/sharding.py [--part N ...] [--rounds N]
@@ -21,8 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 MIB, LIMIT, PEAK = 2**20, 0.01, 0.05
@@ -48,12 +49,10 @@ ZERO |= {
 }  # fmt: skip
 FSDP = {
     "FSDP2": ("fsdp", {}, {}, 0),
-    "FSDP2, reshard no": ("fsdp", {"reshard_after_forward": "no"}, {"reshard_after_forward": False}, 0),
-    "FSDP2, reshard over 2": ("fsdp", {"reshard_after_forward": "2"}, {"reshard_after_forward": 2}, 4),
-    "FSDP2, hybrid 2x2": ("fsdp", {"mesh": "2x2"}, {"shard_ranks": 2}, 4),
-    "FSDP2, one unit": ("fsdp", {"wrap": "whole"}, {}, 0),
-    "FSDP2, offloaded": ("fsdp", {"offload": True}, {"offload": "all"}, 0),
-    "FSDP2, bf16-mixed": ("fsdp", {"precision": "bf16-mixed"}, {"precision": "bf16-mixed"}, 0),
+    "FSDP2, reshard no": ("fsdp", {"reshard_after_forward": False}, {"reshard_after_forward": False}, 0),
+    "FSDP2, hybrid 2x2": ("fully_shard", {"copies": 2}, {"shard_ranks": 2}, 4),
+    "FSDP2, offloaded": ("fully_shard", {"offload": True}, {"offload": "all"}, 0),
+    "FSDP2, bf16-mixed": ("fsdp", {"bf16": True}, {"precision": "bf16-mixed"}, 0),
     "FSDP2, LoRA": ("fsdp", {"method": "lora"}, {}, 0),
     "FSDP2, QLoRA": ("fsdp", {"method": "qlora"}, {}, 0),
 }
@@ -74,10 +73,45 @@ def deepspeed_config(stage: int, *, global_batch: int = 8, offload: str = "none"
     return {"train_batch_size": global_batch, "gradient_clipping": 0.0, "zero_optimization": section} | top
 
 
-def module_of(program: str) -> ModuleType:
-    import importlib
+def adapted(method: str) -> Any:
+    """The tiny model with adapters; NF4's bytes say that they are fp32, as all else that FSDP2 gathers with them."""
+    import torch
 
-    return importlib.import_module(f"course_lib.training.{'' if program in ('ddp', 'zero') else 'sharded.'}{program}")
+    from course_lib.models import tiny_llama
+    from course_lib.training.finetune.building import prepare
+
+    return prepare(tiny_llama(), method=method, storage=torch.float32).get_base_model()
+
+
+def fully_shard(*, copies: int = 1, offload: bool = False, steps: int, seq_len: int, global_batch: int) -> Any:
+    """Train as `course_lib.training.fsdp` does, with copies of the shards or with shards on the host."""
+    import torch
+    from torch.distributed import fsdp
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from course_lib.launch import rank_device
+    from course_lib.models import tiny_llama
+    from course_lib.observe import observe
+    from course_lib.training.outcome import outcome
+
+    device, ranks = rank_device(), torch.distributed.get_world_size()
+    mesh = init_device_mesh(device.type, (copies, ranks // copies), mesh_dim_names=("replicate", "shard"))
+    policy = fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else fsdp.OffloadPolicy()
+    model = tiny_llama().to(device)
+    for module in (*model.model.layers, model):
+        fsdp.fully_shard(module, mesh=mesh if copies > 1 else mesh["shard"], offload_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    seen, ids = observe(model, optimizer), torch.zeros(global_batch // ranks, seq_len, dtype=torch.long, device=device)
+    for _ in range(steps):
+        with seen.step(tokens=ids.numel()):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return outcome(seen, [], type(model).__name__)
+
+
+def train_of(program: str) -> Callable[..., Any]:
+    return fully_shard if program == "fully_shard" else import_module(f"course_lib.training.{program}").train
 
 
 def run_all(cases: dict[str, tuple], *, global_batch: int = 8, **sizes: Any) -> dict[str, Any]:
@@ -91,7 +125,9 @@ def run_all(cases: dict[str, tuple], *, global_batch: int = 8, **sizes: Any) -> 
             settings = {"config": deepspeed_config(global_batch=global_batch, **settings)}
         else:
             settings = {"global_batch": global_batch, **settings}
-        found[name] = module_of(program).train(**sizes, **settings)
+            if "method" in settings:
+                settings["build"] = partial(adapted, settings.pop("method"))
+        found[name] = train_of(program)(**sizes, **settings)
         gc.collect()  # an engine is full of cycles
     return found
 
@@ -115,15 +151,13 @@ def resident() -> dict[str, bool]:
             errors, first = [], None
             for rank, outcomes in enumerate(results):
                 outcome = outcomes[name]
-                constants = outcome.extra.get("quantization_constants", 0)
                 told = resident_bytes(
-                    units, ranks=ranks, rank=rank, bucket_elements=BUCKET, buffers=BUFFERS + constants, **({"strategy": "fsdp"} | how)
+                    units, ranks=ranks, rank=rank, bucket_elements=BUCKET, buffers=BUFFERS, **({"strategy": "fsdp"} | how)
                 )  # fmt: skip
                 held = {
                     what: outcome.memory.get(what, 0) + outcome.extra.get("on_host", {}).get(what, 0) for what in HELD
                 }
                 held["buckets"] += outcome.memory.get("ddp_buckets", 0)
-                held["parameters"] += constants
                 errors += [abs(told[what] / size - 1) if size else float(told[what] > 0) for what, size in held.items()]
                 first = first or (held, told)
             held, told = first
@@ -141,7 +175,7 @@ def by_launch(program: str, settings: dict[str, Any]) -> tuple[float, float]:
     """(seconds a step, seconds around the steps)."""
     from course_lib.launch import launch
 
-    run = launch(module_of(program).train, ranks=2, quiet=True, timeout=300, threads=1, steps=STEPS, **settings)
+    run = launch(train_of(program), ranks=2, quiet=True, timeout=300, threads=1, steps=STEPS, **settings)
     step = run.results[0].median_step
     return step, run.seconds - STEPS * step
 
@@ -173,10 +207,6 @@ def seconds(rounds: int) -> dict[str, bool]:
     file.write_text(json.dumps(deepspeed_config(2)))
     words = f"course_lib.training.zero --config {file}"
     races: dict[str, dict[str, Callable[[], tuple[float, float]]]] = {
-        "FSDP2: the course's program against Accelerate's": {
-            "fsdp.train, launch": lambda: by_launch("fsdp", {}),
-            "accelerate_fsdp.train, launch": lambda: by_launch("accelerate_fsdp", {}),
-        },
         "ZeRO-2: the course's launchers against DeepSpeed's": {
             "zero.train, launch": lambda: by_launch("zero", {"config": str(file)}),
             "zero.train, torchrun": lambda: by_command(f"torchrun --nproc_per_node 2 -m {words}"),
@@ -236,7 +266,7 @@ def peaks() -> dict[str, bool]:
         told = estimate(
             shape_of("tiny"), strategy=f"zero{settings['stage']}" if program == "zero" else "fsdp", ranks=2, precision="fp32",
             micro_batch_size=4 // micro_batches, num_microbatches=micro_batches, seq_len=128, device="cpu", bucket_elements=BUCKET,
-            reshard_after_forward=settings.get("reshard_after_forward") != "no",
+            reshard_after_forward=settings.get("reshard_after_forward", True),
         )  # fmt: skip
         error = told.peak / found[name].memory["peak"] - 1
         worst = max(worst, abs(error))

@@ -20,10 +20,9 @@ from course_lib.models import tiny_llama
 from course_lib.parallel import traffic
 from course_lib.parallel.buckets import bucketed_step
 from course_lib.parallel.grid import ORDERS, Grid
-from course_lib.training import ddp
+from course_lib.training import ddp, fsdp
 from course_lib.training.pipeline import pipeline_parallel as pipeline
 from course_lib.training.sequence.ring_attention import ring_attention
-from course_lib.training.sharded import fsdp
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 

@@ -37,10 +37,8 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
         raise Refused(reason.removesuffix("."))
     split = [axis for axis in ("tp", "pp", "cp") if getattr(plan, axis) > 1]
     if plan.method != "full" and split:
-        raise Refused(
-            f"The course trains {plan.method} under data parallelism and FSDP, not with {split[0]}="
-            f"{getattr(plan, split[0])}"
-        )
+        how = f"{split[0]}={getattr(plan, split[0])}"
+        raise Refused(f"The course's own programs train {plan.method} on one device, not with {how}")
     if split == ["cp"]:
         return f"{ROOM}.sequence.context_parallel", given | {"dp": plan.dp, "seq_len": min(plan.seq_len, TINY_LENGTH)}
     if "cp" in split:
@@ -53,19 +51,10 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
     if plan.strategy == "single":
         return _single(plan, model, given)
     given["gradient_accumulation_steps"] = plan.num_microbatches
-    if plan.strategy == "fsdp":
-        return f"{ROOM}.sharded.fsdp", given | {
-            "method": plan.method,
-            "model": model,
-            "precision": plan.precision,
-            "offload": plan.offload == "all",
-            "activation_checkpointing": plan.activation_checkpointing,
-            "lora_rank": plan.lora_rank,
-        }
     if plan.method != "full":
-        raise Refused(
-            f"The course's own programs train {plan.method} on one device and under FSDP2, not under {plan.strategy}"
-        )
+        raise Refused(f"The course's own programs train {plan.method} on one device, not under {plan.strategy}")
+    if plan.strategy == "fsdp":
+        return f"{ROOM}.fsdp", given | {"bf16": plan.precision == "bf16-mixed"}
     if plan.strategy == "ddp":
         return f"{ROOM}.accelerate_ddp", given
     config = deepspeed.config(plan)
@@ -122,6 +111,8 @@ def not_said(plan: Plan, module: str, arguments: dict[str, Any]) -> list[str]:
     said = set(arguments)
     if "config" in arguments:  # DeepSpeed's
         said |= {"precision", "offload", "gradient_accumulation_steps"}
+    if arguments.get("bf16"):
+        said.add("precision")
     words = [words for name, (usual, words) in LEFT_OUT.items() if getattr(plan, name) != usual and name not in said]
     if plan.num_microbatches > 1 and not {"num_microbatches", "gradient_accumulation_steps"} & said:
         words.append("takes a step's sequences at once")
