@@ -156,7 +156,7 @@ def test_the_script_of_torchrun_finds_deepspeed_s_json_beside_itself(oracle, tmp
 
 def test_a_frontier_plan_run_small_keeps_its_split_and_has_one_ranks_losses(oracle):
     result = small_run.run(HUGE, ranks=4, steps=2)
-    assert (result.grid.pp, result.grid.tp, result.grid.size) == (2, 2, 4)
+    assert (result.plan.pp, result.plan.tp, result.plan.gpus) == (2, 2, 4)
     assert [outcome.rank for outcome in result.outcomes] == [0, 1, 2, 3]
     assert {outcome.wrapper for outcome in result.outcomes} == {"LlamaStage"}
     assert result.losses == oracle == small_run.one_rank(result)
@@ -171,4 +171,5 @@ def test_adapters_under_fsdp_run_small():
     exact = one_rank(small_run.prepared(**how | {"method": "lora"}), **SIZES)[0]
     assert result.losses != pytest.approx(exact, rel=1e-4)  # it is NF4 that ran
     assert "offloads nothing" in result.sentence and "keeps all activations" not in result.sentence
+    assert result.arguments["build"].keywords == how
     assert small_run.prepared(**how | {"method": "full"}).is_gradient_checkpointing

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from course_lib import models
 from course_lib.memory import PRESETS
@@ -28,11 +29,6 @@ def llama(preset: str, *, device: Any, method: str = "full", precision: str = "b
     return model
 
 
-def without_peft(model: Any) -> Any:
-    """The transformers model in PEFT's wrapper, if it has one."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def loss_of(model: Any, kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Token ids (sequences, tokens) -> mean loss.
 
@@ -41,7 +37,7 @@ def loss_of(model: Any, kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """
     if kind == "eager":
         return lambda ids: model(input_ids=ids, labels=ids).loss
-    base = without_peft(model)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
 
     def total(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(base.lm_head(hidden).float(), targets, reduction="sum")
@@ -81,7 +77,7 @@ class Training:
         self.scaler = building.grad_scaler(precision, self.device)
         self.ids = torch.randint(0, PRESETS[preset].vocab, (micro_batch_size, seq_len), device=self.device)
         if compiled:  # the blocks are alike, so one compilation serves all of them
-            for block in without_peft(self.model).model.layers:
+            for block in (module for module in self.model.modules() if isinstance(module, LlamaDecoderLayer)):
                 block.compile()
         self.loss = loss_of(self.model, loss)
 

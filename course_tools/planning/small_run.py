@@ -12,10 +12,13 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from course_lib.choices import METHODS, STRATEGIES
 from course_lib.launch import launch
 from course_lib.memory import shape_of
-from course_lib.parallel.grid import Grid
+from course_lib.models import tiny_llama
+from course_lib.training.finetune.building import prepare
 from course_lib.training.outcome import Outcome
 from course_tools.planning import Plan, machines
 from course_tools.planning.answer import words
@@ -54,11 +57,6 @@ class Result:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def grid(self) -> Grid:
-        """The ranks that ran."""
-        return self.plan.grid
-
-    @property
     def losses(self) -> list[float]:
         """Of the global batch, one a step."""
         return self.outcomes[0].losses
@@ -92,8 +90,8 @@ def run(plan: Plan, *, ranks: int | None = None, steps: int = 3) -> Result:
         asked = replace(small, method="full", activation_checkpointing="none") if by_fsdp else small
         program, arguments = program_of(asked, steps=steps)
         if by_fsdp:
-            kept = ("method", "lora_rank", "activation_checkpointing")
-            arguments["build"] = partial(prepared, **{name: getattr(small, name) for name in kept})
+            how = {name: getattr(small, name) for name in ("method", "lora_rank", "activation_checkpointing")}
+            arguments["build"] = partial(prepared, **how)
         if "config" in arguments:
             arguments["config"]["zero_optimization"] |= SMALL_ZERO
         left_out = not_said(asked, program, arguments)
@@ -108,9 +106,7 @@ def one_rank(result: Result) -> list[float]:
     if "config" in given:  # DeepSpeed's
         given = given | {"global_batch": given["config"]["train_batch_size"]}
     if result.plan.method != "full":
-        raise ValueError(
-            f"{result.program} trained adapters, and one_rank trains all weights: compare a full training."
-        )
+        raise ValueError(f"{result.program} trained adapters: one_rank trains all weights, as a full training does.")
     same = {name: given[name] for name in ("steps", "global_batch", "seq_len")}
     single = import_module("course_lib.training.single")
     return launch(single.train, ranks=1, quiet=True, timeout=TIMEOUT, threads=1, **same).results[0].losses
@@ -150,21 +146,14 @@ def shrunk(plan: Plan, ranks: int | None = None) -> Plan:
         sequence_parallel=plan.sequence_parallel and axes["tp"] > 1,
         strategy=plan.strategy if size > 1 else "single",
         offload=plan.offload if size > 1 else "none",
-        activation_checkpointing=plan.activation_checkpointing,
     )
 
 
-def prepared(*, method: str, lora_rank: int, activation_checkpointing: str) -> Any:
-    """On a rank: the tiny Llama with adapters and checkpointing, for `course_lib.training.fsdp`."""
-    import torch
-
-    from course_lib.models import tiny_llama
-    from course_lib.training.finetune.building import prepare
-
-    how = {"method": method, "lora_rank": lora_rank, "activation_checkpointing": activation_checkpointing}
+def prepared(**how: Any) -> Any:
+    """The tiny Llama for `course_lib.training.fsdp`; `how` is `prepare`'s."""
     # FSDP2 gathers a block's tensors as one: NF4's bytes say that they are fp32, as all others are
     model = prepare(tiny_llama(), **how, storage=torch.float32)
-    return model if method == "full" else model.get_base_model()  # PEFT's layers without its wrapper
+    return model if how["method"] == "full" else model.get_base_model()  # PEFT's layers without its wrapper
 
 
 def _axolotl(small: Plan, steps: int) -> tuple[str, dict[str, Any], list[Outcome]]:

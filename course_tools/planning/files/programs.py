@@ -36,9 +36,9 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
     if reason := why_not(strategy=plan.strategy, offload=plan.offload):
         raise Refused(reason.removesuffix("."))
     split = [axis for axis in ("tp", "pp", "cp") if getattr(plan, axis) > 1]
-    if plan.method != "full" and split:
-        how = f"{split[0]}={getattr(plan, split[0])}"
-        raise Refused(f"The course's own programs train {plan.method} on one device, not with {how}")
+    if plan.method != "full" and (split or plan.strategy != "single"):
+        how = f"with {split[0]}={getattr(plan, split[0])}" if split else f"under {plan.strategy}"
+        raise Refused(f"The course's own programs train {plan.method} on one device, not {how}")
     if split == ["cp"]:
         return f"{ROOM}.sequence.context_parallel", given | {"dp": plan.dp, "seq_len": min(plan.seq_len, TINY_LENGTH)}
     if "cp" in split:
@@ -51,8 +51,6 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
     if plan.strategy == "single":
         return _single(plan, model, given)
     given["gradient_accumulation_steps"] = plan.num_microbatches
-    if plan.method != "full":
-        raise Refused(f"The course's own programs train {plan.method} on one device, not under {plan.strategy}")
     if plan.strategy == "fsdp":
         return f"{ROOM}.fsdp", given | {"bf16": plan.precision == "bf16-mixed"}
     if plan.strategy == "ddp":
@@ -108,11 +106,9 @@ def _split(plan: Plan, split: list[str], model: str, given: dict[str, Any]) -> t
 
 def not_said(plan: Plan, module: str, arguments: dict[str, Any]) -> list[str]:
     """What the plan asks for and the program does not do, in words for "it ..."."""
-    said = set(arguments)
+    said = set(arguments) | ({"precision"} if arguments.get("bf16") else set())
     if "config" in arguments:  # DeepSpeed's
         said |= {"precision", "offload", "gradient_accumulation_steps"}
-    if arguments.get("bf16"):
-        said.add("precision")
     words = [words for name, (usual, words) in LEFT_OUT.items() if getattr(plan, name) != usual and name not in said]
     if plan.num_microbatches > 1 and not {"num_microbatches", "gradient_accumulation_steps"} & said:
         words.append("takes a step's sequences at once")
