@@ -96,7 +96,7 @@ def sharded_step() -> dict[str, Any]:
     from course_lib.models import tiny_llama
     from course_lib.observe import WireMeter, record_collectives, trace_step
     from course_lib.observe.holdings import held_slices
-    from course_lib.training.sharded.fsdp_sharding import shard
+    from course_lib.training.fsdp import shard
 
     model, ids = shard(tiny_llama()), torch.zeros(2, 64, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

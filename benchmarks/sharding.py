@@ -1,8 +1,8 @@
 """ZeRO and FSDP2 on real ranks: bytes against their prediction, seconds against other launchers.
 
-1. Bytes at rest on each rank of 2, 3 and 4: ZeRO's stages 1 to 3, offloading, every FSDP2 setting, measured and predicted.
-2. Seconds a step and of starting: the course's FSDP2 program against Accelerate's, its ZeRO program by `launch` and torchrun
-   against DeepSpeed's own launcher. Runs alternate, so that a noisy minute hits all of them.
+1. Bytes at rest on each rank of 2, 3 and 4: ZeRO's stages 1 to 3, offloading, FSDP2, measured and predicted.
+2. Seconds a step and of starting: the course's ZeRO program by `launch` and torchrun against DeepSpeed's own launcher. Runs
+   alternate, so that a noisy minute hits all of them.
 3. The peak of a step against `estimate`.
 
     python benchmarks/sharding.py [--part N ...] [--rounds N]
@@ -21,9 +21,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from course_lib.launch import launch, rank_device
+from course_lib.launch.commands import shell
+from course_lib.memory import estimate, shape_of
+from course_lib.memory.sharded import HELD, resident_bytes
+from course_lib.memory.units import units_of
+from course_lib.models import tiny_llama
+from course_lib.observe import observe
+from course_lib.training.outcome import outcome
+from course_tools.planning.small_run import prepared
 
 MIB, LIMIT, PEAK = 2**20, 0.01, 0.05
 BUCKET = 1_000_000  # elements; DeepSpeed's own 500 million are 2 GB on every rank
@@ -48,14 +63,11 @@ ZERO |= {
 }  # fmt: skip
 FSDP = {
     "FSDP2": ("fsdp", {}, {}, 0),
-    "FSDP2, reshard no": ("fsdp", {"reshard_after_forward": "no"}, {"reshard_after_forward": False}, 0),
-    "FSDP2, reshard over 2": ("fsdp", {"reshard_after_forward": "2"}, {"reshard_after_forward": 2}, 4),
-    "FSDP2, hybrid 2x2": ("fsdp", {"mesh": "2x2"}, {"shard_ranks": 2}, 4),
-    "FSDP2, one unit": ("fsdp", {"wrap": "whole"}, {}, 0),
-    "FSDP2, offloaded": ("fsdp", {"offload": True}, {"offload": "all"}, 0),
-    "FSDP2, bf16-mixed": ("fsdp", {"precision": "bf16-mixed"}, {"precision": "bf16-mixed"}, 0),
-    "FSDP2, LoRA": ("fsdp", {"method": "lora"}, {}, 0),
-    "FSDP2, QLoRA": ("fsdp", {"method": "qlora"}, {}, 0),
+    "FSDP2, reshard no": ("fsdp", {"reshard_after_forward": False}, {"reshard_after_forward": False}, 0),
+    "FSDP2, hybrid 2x2": ("hybrid", {}, {"shard_ranks": 2}, 4),
+    "FSDP2, bf16-mixed": ("fsdp", {"bf16": True}, {"precision": "bf16-mixed"}, 0),
+    "FSDP2, LoRA": ("fsdp", {"build": partial(prepared, method="lora")}, {}, 0),
+    "FSDP2, QLoRA": ("fsdp", {"build": partial(prepared, method="qlora")}, {}, 0),
 }
 DDP = {"DDP": ("ddp", {}, {"strategy": "ddp"}, 0)}
 
@@ -74,16 +86,29 @@ def deepspeed_config(stage: int, *, global_batch: int = 8, offload: str = "none"
     return {"train_batch_size": global_batch, "gradient_clipping": 0.0, "zero_optimization": section} | top
 
 
-def module_of(program: str) -> ModuleType:
-    import importlib
+def hybrid(*, steps: int, seq_len: int, global_batch: int) -> Any:
+    """Train as `course_lib.training.fsdp` does, with two copies of the shards."""
+    device, ranks = rank_device(), torch.distributed.get_world_size()
+    mesh = init_device_mesh(device.type, (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    model, ids = tiny_llama().to(device), torch.zeros(global_batch // ranks, seq_len, dtype=torch.long, device=device)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    seen = observe(model, optimizer)
+    for _ in range(steps):
+        with seen.step(tokens=ids.numel()):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return outcome(seen, [], type(model).__name__)
 
-    return importlib.import_module(f"course_lib.training.{'' if program in ('ddp', 'zero') else 'sharded.'}{program}")
+
+def train_of(program: str) -> Callable[..., Any]:
+    return hybrid if program == "hybrid" else import_module(f"course_lib.training.{program}").train
 
 
 def run_all(cases: dict[str, tuple], *, global_batch: int = 8, **sizes: Any) -> dict[str, Any]:
     """On a rank: every program after another."""
-    import torch
-
     torch.set_num_threads(1)
     found = {}
     for name, (program, settings, *_) in cases.items():
@@ -91,16 +116,12 @@ def run_all(cases: dict[str, tuple], *, global_batch: int = 8, **sizes: Any) -> 
             settings = {"config": deepspeed_config(global_batch=global_batch, **settings)}
         else:
             settings = {"global_batch": global_batch, **settings}
-        found[name] = module_of(program).train(**sizes, **settings)
+        found[name] = train_of(program)(**sizes, **settings)
         gc.collect()  # an engine is full of cycles
     return found
 
 
 def resident() -> dict[str, bool]:
-    from course_lib.launch import launch
-    from course_lib.memory.sharded import HELD, resident_bytes
-    from course_lib.memory.units import units_of
-
     print("MiB on rank 0, gradients present; the error is that of the rank and category that is furthest off")
     print(f"  {'':31}{'measured':>10}{'predicted':>11}{'padding':>9}{'rounding':>10}{'on host':>9}{'worst':>8}")
     worst, exact, count = 0.0, 0, 0
@@ -111,19 +132,17 @@ def resident() -> dict[str, bool]:
         ).results
         print(f"{ranks} ranks")
         for name, (_, settings, how, _) in cases.items():
-            units = units_of("tiny", method=settings.get("method", "full"))
+            units = units_of("tiny", method=settings["build"].keywords["method"] if "build" in settings else "full")
             errors, first = [], None
             for rank, outcomes in enumerate(results):
                 outcome = outcomes[name]
-                constants = outcome.extra.get("quantization_constants", 0)
                 told = resident_bytes(
-                    units, ranks=ranks, rank=rank, bucket_elements=BUCKET, buffers=BUFFERS + constants, **({"strategy": "fsdp"} | how)
+                    units, ranks=ranks, rank=rank, bucket_elements=BUCKET, buffers=BUFFERS, **({"strategy": "fsdp"} | how)
                 )  # fmt: skip
                 held = {
                     what: outcome.memory.get(what, 0) + outcome.extra.get("on_host", {}).get(what, 0) for what in HELD
                 }
                 held["buckets"] += outcome.memory.get("ddp_buckets", 0)
-                held["parameters"] += constants
                 errors += [abs(told[what] / size - 1) if size else float(told[what] > 0) for what, size in held.items()]
                 first = first or (held, told)
             held, told = first
@@ -137,18 +156,14 @@ def resident() -> dict[str, bool]:
     }
 
 
-def by_launch(program: str, settings: dict[str, Any]) -> tuple[float, float]:
+def by_launch(config: str) -> tuple[float, float]:
     """(seconds a step, seconds around the steps)."""
-    from course_lib.launch import launch
-
-    run = launch(module_of(program).train, ranks=2, quiet=True, timeout=300, threads=1, steps=STEPS, **settings)
+    run = launch(train_of("zero"), config, ranks=2, quiet=True, timeout=300, threads=1, steps=STEPS)
     step = run.results[0].median_step
     return step, run.seconds - STEPS * step
 
 
 def by_command(command: str) -> tuple[float, float]:
-    from course_lib.launch.commands import shell
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -162,8 +177,6 @@ def by_command(command: str) -> tuple[float, float]:
 
 
 def _accelerator() -> str:
-    import torch
-
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -172,41 +185,28 @@ def seconds(rounds: int) -> dict[str, bool]:
     file = Path(folder.name, "ds_config.json")
     file.write_text(json.dumps(deepspeed_config(2)))
     words = f"course_lib.training.zero --config {file}"
-    races: dict[str, dict[str, Callable[[], tuple[float, float]]]] = {
-        "FSDP2: the course's program against Accelerate's": {
-            "fsdp.train, launch": lambda: by_launch("fsdp", {}),
-            "accelerate_fsdp.train, launch": lambda: by_launch("accelerate_fsdp", {}),
-        },
-        "ZeRO-2: the course's launchers against DeepSpeed's": {
-            "zero.train, launch": lambda: by_launch("zero", {"config": str(file)}),
-            "zero.train, torchrun": lambda: by_command(f"torchrun --nproc_per_node 2 -m {words}"),
-            "zero.train, deepspeed --num_gpus 2": lambda: by_command(
-                f"deepspeed --num_gpus 2 --master_port {{port}} --module {words}"
-            ),
-        },
+    racers: dict[str, Callable[[], tuple[float, float]]] = {
+        "zero.train, launch": lambda: by_launch(str(file)),
+        "zero.train, torchrun": lambda: by_command(f"torchrun --nproc_per_node 2 -m {words}"),
+        "zero.train, deepspeed --num_gpus 2": lambda: by_command(
+            f"deepspeed --num_gpus 2 --master_port {{port}} --module {words}"
+        ),
     }
     goals = {}
-    print(
-        f"{rounds} rounds, {STEPS} steps each, 2 ranks; medians, (fastest to slowest); the last line of each is the other's"
-    )
-    for title, racers in races.items():
-        print(title)
-        took: dict[str, list[tuple[float, float]]] = {name: [] for name in racers}
-        for number in range(rounds):
-            order = list(racers) if number % 2 == 0 else list(racers)[::-1]  # nobody is always the first
-            for name in order:
-                took[name].append(racers[name]())
-        theirs = list(racers)[-1]
-        for name, rows in took.items():
-            steps, starts = ([row[i] for row in rows] for i in (0, 1))
-            ratio = statistics.median(ours[0] / other[0] for ours, other in zip(rows, took[theirs], strict=True))
-            spread = max(_spread([row[0] for row in took[who]]) for who in (name, theirs))
-            print(f"  {name:36}{1e3 * statistics.median(steps):8.1f} ms a step ({1e3 * min(steps):.1f} to {1e3 * max(steps):.1f})"
-                  f"{statistics.median(starts):8.2f} s to start and end   step {ratio:.2f} times theirs", flush=True)  # fmt: skip
-            if name != theirs:
-                goals[f"{name} no slower a step than {theirs}: {ratio:.2f} times, noise {spread:.0%}"] = (
-                    ratio <= 1 + spread
-                )
+    print(f"{rounds} rounds, {STEPS} steps each, 2 ranks; medians, (fastest to slowest); the last line is DeepSpeed's")
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in racers}
+    for number in range(rounds):
+        for name in list(racers)[:: 1 if number % 2 == 0 else -1]:  # nobody is always the first
+            took[name].append(racers[name]())
+    theirs = list(racers)[-1]
+    for name, rows in took.items():
+        steps, starts = ([row[i] for row in rows] for i in (0, 1))
+        ratio = statistics.median(ours[0] / other[0] for ours, other in zip(rows, took[theirs], strict=True))
+        spread = max(_spread([row[0] for row in took[who]]) for who in (name, theirs))
+        print(f"  {name:36}{1e3 * statistics.median(steps):8.1f} ms a step ({1e3 * min(steps):.1f} to {1e3 * max(steps):.1f})"
+              f"{statistics.median(starts):8.2f} s to start and end   step {ratio:.2f} times theirs", flush=True)  # fmt: skip
+        if name != theirs:
+            goals[f"{name} no slower a step than {theirs}: {ratio:.2f} times, noise {spread:.0%}"] = ratio <= 1 + spread
     return goals
 
 
@@ -216,9 +216,6 @@ def _spread(values: list[float]) -> float:
 
 
 def peaks() -> dict[str, bool]:
-    from course_lib.launch import launch
-    from course_lib.memory import estimate, shape_of
-
     cases = {
         **{name: ZERO[name] for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3")},
         "FSDP2": FSDP["FSDP2"],
@@ -236,7 +233,7 @@ def peaks() -> dict[str, bool]:
         told = estimate(
             shape_of("tiny"), strategy=f"zero{settings['stage']}" if program == "zero" else "fsdp", ranks=2, precision="fp32",
             micro_batch_size=4 // micro_batches, num_microbatches=micro_batches, seq_len=128, device="cpu", bucket_elements=BUCKET,
-            reshard_after_forward=settings.get("reshard_after_forward") != "no",
+            reshard_after_forward=settings.get("reshard_after_forward", True),
         )  # fmt: skip
         error = told.peak / found[name].memory["peak"] - 1
         worst = max(worst, abs(error))
@@ -261,8 +258,6 @@ def main() -> int:
     wanted = asked.part or list(range(1, len(parts) + 1))
     if asked.rounds < 1 or not all(1 <= number <= len(parts) for number in wanted):
         parser.error(f"parts are 1 to {len(parts)}, rounds at least 1.")
-    import torch
-
     logging.disable(logging.WARNING)  # of DeepSpeed's import, which looks for a GPU
     print(
         f"torch {torch.__version__}, {os.cpu_count()} cores, {torch.cuda.device_count()} GPUs, tiny Llama where nothing else is said"

@@ -26,7 +26,7 @@ ROOMS = {
     "course_lib/memory": (2880, 2300),  # DeepSpeed's bf16 master copies
     "course_lib/parallel": (668, 550),  # when a bucket travels, by arithmetic
     "course_lib/models": (739, 400),  # the Llama of any widths came from training
-    "course_lib/training": (4878, 1200),
+    "course_lib/training": (4293, 1200),
     "course_lib/checkpoints": (459, 400),
     "course_lib/notebook": (
         1568,
@@ -47,10 +47,10 @@ ROOMS = {
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (2873, 1300),
     "tests": (
-        14878,
+        14844,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser
-    "benchmarks": (2345, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one
+    "benchmarks": (2340, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one
     "site": (469, 450),
 }
 

@@ -118,7 +118,7 @@ def test_the_probe_and_a_trace_see_what_the_gpu_does():
     ("program", "settings"),
     [
         ("ddp", {}),
-        ("sharded.fsdp", {}),
+        ("fsdp", {}),
         ("tensor.tensor_parallel", {}),
         ("tensor.tensor_parallel", {"implementation": "dtensor"}),
     ],

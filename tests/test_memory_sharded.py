@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from functools import partial
 
 import cloudpickle
 import pytest
@@ -39,21 +40,34 @@ ZERO = {
 }
 # name -> (settings of the real program, of `resident_bytes`)
 FSDP = {
-    "fsdp": (dict(), {}),
-    "fsdp no reshard": (dict(reshard_after_forward="no"), dict(reshard_after_forward=False)),
-    "fsdp bf16-mixed": (dict(precision="bf16-mixed"), dict(precision="bf16-mixed")),
-    "fsdp lora bf16-mixed": (dict(method="lora", lora_rank=5, precision="bf16-mixed"), dict(precision="bf16-mixed")),
-    "fsdp qlora": (dict(method="qlora", lora_rank=4), {}),
+    "fsdp": ({}, {}),
+    "fsdp no reshard": (dict(reshard_after_forward=False), dict(reshard_after_forward=False)),
+    "fsdp bf16-mixed": (dict(bf16=True), dict(precision="bf16-mixed")),
+    "fsdp lora bf16-mixed": (dict(bf16=True), dict(precision="bf16-mixed")),
+    "fsdp qlora": ({}, {}),
+}
+ADAPTERS = {
+    "fsdp lora bf16-mixed": dict(method="lora", lora_rank=5, precision="bf16-mixed"),
+    "fsdp qlora": dict(method="qlora", lora_rank=4),
 }
 UNEVEN = ("zero2", "zero3", "fsdp lora bf16-mixed")  # on three ranks, which rows and elements do not divide over
+
+
+def adapted(how):
+    """The tiny model with adapters; what is packed says that it is fp32, as all else that FSDP2 gathers with it."""
+    import torch
+
+    from course_lib.models import tiny_llama
+    from course_lib.training.finetune.building import prepare
+
+    return prepare(tiny_llama(), device="cpu", storage=torch.float32, **how).get_base_model()
 
 
 def train_all(zero_cases, fsdp_cases):
     """On a rank: (bytes by category, bytes on the host) after each program."""
     import torch
 
-    from course_lib.training import zero
-    from course_lib.training.sharded import fsdp
+    from course_lib.training import fsdp, zero
 
     torch.set_num_threads(1)
     ranks = torch.distributed.get_world_size()
@@ -67,7 +81,8 @@ def train_all(zero_cases, fsdp_cases):
         results[name] = (run.memory, run.extra["on_host"])
         gc.collect()  # an engine is full of cycles
     for name, settings in fsdp_cases.items():
-        run = fsdp.train(**SMALL, **settings, global_batch=2 * ranks)
+        model = {"build": partial(adapted, ADAPTERS[name])} if name in ADAPTERS else {}
+        run = fsdp.train(**SMALL, **settings, **model, global_batch=2 * ranks)
         results[name] = (run.memory, {})
     return results
 
@@ -83,8 +98,8 @@ def two_ranks(private_tmp):
 
 
 def small_units(name):
-    settings = FSDP.get(name, ({}, {}))[0]
-    return units_of(SHAPE, method=settings.get("method", "full"), lora_rank=settings.get("lora_rank", 16))
+    how = {key: value for key, value in ADAPTERS.get(name, {}).items() if key != "precision"}
+    return units_of(SHAPE, **how)
 
 
 def assert_held(name, results):

@@ -162,7 +162,7 @@ def test_every_allocation_and_free_comes_in_order_and_older_tensors_are_seen_to_
 # ------------------------------------------------------------------------------------------- which slices a rank holds
 def hold_all() -> dict[str, dict]:
     """What a rank holds under FSDP2, and under each of ZeRO's stages where DeepSpeed is installed."""
-    from course_lib.training.sharded.fsdp_sharding import shard
+    from course_lib.training.fsdp import shard
 
     ids = torch.zeros(1, 4, dtype=torch.long)
     held = {}

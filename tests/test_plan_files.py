@@ -23,7 +23,7 @@ PROGRAMS = {
     "qlora": a_plan("single", dp=1, on="1xcpu", method="qlora", seq_len=256, activation_checkpointing="selective"),
     "accelerate_ddp": a_plan("ddp"),
     "zero": a_plan("zero3", activation_checkpointing="full", offload="all"),
-    "fsdp": a_plan("fsdp", method="lora", activation_checkpointing="selective"),
+    "fsdp": a_plan("fsdp", activation_checkpointing="selective", offload="all"),
     "tensor_parallel": a_plan("single", dp=1, tp=2, num_microbatches=1, sequence_parallel=True),
     "pipeline_parallel": a_plan("single", dp=1, pp=2, virtual_stages=3, num_microbatches=4),
     "context_parallel": a_plan("ddp", dp=1, cp=2, seq_len=4096, num_microbatches=1),
@@ -64,6 +64,7 @@ def test_the_grid_and_the_batch_arrive() -> None:
     rows = {
         "accelerate_ddp": {"global_batch": 8, "seq_len": 32, "gradient_accumulation_steps": 2},
         "zero": {"seq_len": 32},
+        "fsdp": {"global_batch": 8, "seq_len": 32, "gradient_accumulation_steps": 2, "bf16": False},
         "pipeline_parallel": {"schedule": "interleaved", "num_microbatches": 4, "virtual_stages": 3, "layers": 6},
         "three_d": {"dp": 4, "pp": 8, "tp": 2, "shard_data": True, "global_batch": 64, "layers": 8},
         "context_parallel": {"seq_len": 512},  # the tiny model knows no longer ones
@@ -72,7 +73,19 @@ def test_the_grid_and_the_batch_arrive() -> None:
         assert expected.items() <= program_of(PROGRAMS[name])[1].items(), name
     # several machines meet at the first, whose address the caller gives
     launcher, _, words = words_of(a_plan("fsdp", dp=16, **LLAMA | {"on": "2x8xh100-80gb"}))
-    assert "--rdzv_endpoint=$endpoint" in launcher and "--model=meta-llama/Llama-3.1-8B" in words
+    assert "--rdzv_endpoint=$endpoint" in launcher and "--bf16" in words
+    on_one = a_plan("single", dp=1, method="lora", **LLAMA | {"on": "1xh100-80gb"})
+    assert "--model=meta-llama/Llama-3.1-8B" in words_of(on_one)[2]
+
+
+def test_what_fsdp_s_program_leaves_out_is_said() -> None:
+    in_bf16, in_fp16 = (a_plan("fsdp", **LLAMA | {"precision": f"{kind}-mixed"}) for kind in ("bf16", "fp16"))
+    for one_plan, left_out in (
+        (PROGRAMS["fsdp"], ["keeps all activations", "offloads nothing"]),
+        (in_bf16, []),
+        (in_fp16, ["computes in fp32"]),
+    ):
+        assert not_said(one_plan, *program_of(one_plan)) == left_out
 
 
 def test_zero_s_program_gets_deepspeed_s_json_and_its_own_adam() -> None:
@@ -144,6 +157,7 @@ def test_a_program_or_target_that_cannot_do_all_of_a_plan_says_so() -> None:
     rows = [
         (a_plan("single", dp=1, pp=2), "axolotl", "pp=2", ("torchrun",)),
         (a_plan("ddp", method="qlora", **LLAMA), "torchrun", "under ddp", ("accelerate", "axolotl")),
+        (a_plan("fsdp", method="lora", **LLAMA), "torchrun", "under fsdp", ("accelerate", "fsdp", "axolotl")),
         (a_plan("ddp"), "deepspeed", "'ddp'", ("torchrun", "accelerate")),
         (a_plan("fsdp", offload="optimizer"), "fsdp", "optimizer", nobody),
         (a_plan("ddp", tp=2, dp=2, **four), "axolotl", "FSDP2", ("torchrun",)),

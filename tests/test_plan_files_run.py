@@ -10,6 +10,7 @@ import sys
 import cloudpickle
 import pytest
 import torch
+from parity import one_rank
 from plan_cases import HUGE, a_plan
 
 from course_lib.launch import launch
@@ -78,12 +79,52 @@ def test_the_fsdp_file_shards_a_model(oracle, tmp_path):
         assert losses == oracle and local == WEIGHTS / 2 and checkpointing
 
 
-def test_accelerate_launch_trains_by_its_yaml(oracle, tmp_path):
-    (config,) = write(a_plan("fsdp", activation_checkpointing="full"), "accelerate", tmp_path)
-    program = "course_lib.training.sharded.accelerate_fsdp --steps=2 --seq-len=32 --gradient-accumulation-steps=2"
-    result = typed(f"accelerate launch --config_file {config} --main_process_port 0 -m {program}")
-    assert (result["wrapper"], result["world_size"]) == ("FSDPLlamaForCausalLM", 2)
-    assert result["losses"] == oracle and result["extra"]["local"] == WEIGHTS / 2
+# What a reader writes: the launcher's YAML says how to shard.
+SCRIPT = """
+import json
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from course_lib.launch.group import end_process
+from course_lib.models import tiny_llama
+from course_lib.models.data import GlobalBatches
+from course_lib.on_cpu.accelerate import let_cpu_ranks_shard
+from course_lib.on_cpu.deepspeed import assert_sharded, prepare_deepspeed
+
+let_cpu_ranks_shard()
+accelerator = Accelerator(gradient_accumulation_steps=2)
+by_deepspeed = accelerator.state.deepspeed_plugin is not None
+if by_deepspeed:
+    prepare_deepspeed()
+model = tiny_llama()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+rows = GlobalBatches(2, global_batch=8, seq_len=32)
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=2))
+losses = []
+for batch in loader:
+    with accelerator.accumulate(model):
+        loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append(accelerator.reduce(loss.detach(), "mean").item())
+local = assert_sharded(model) if by_deepspeed else sum(p.to_local().numel() for p in model.parameters())
+if accelerator.is_main_process:
+    ranks = accelerator.num_processes
+    print(json.dumps({"wrapper": type(model).__name__, "ranks": ranks, "losses": losses, "local": local}))
+end_process(0)  # an exit with clean-up may meet gloo's threads, which outlive FSDP2's groups
+"""
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero2", marks=with_deepspeed)])
+def test_accelerate_launch_trains_by_its_yaml(oracle, tmp_path, strategy):
+    (config,) = write(a_plan(strategy, activation_checkpointing="full"), "accelerate", tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    told = typed(f"accelerate launch --config_file {config} --main_process_port 0 {tmp_path}/script.py")
+    assert told["wrapper"] == {"fsdp": "FSDPLlamaForCausalLM", "zero2": "DeepSpeedEngine"}[strategy]
+    assert (told["ranks"], told["local"]) == (2, WEIGHTS / 2)
+    losses = told["losses"]
+    assert [sum(losses[:2]) / 2, sum(losses[2:]) / 2] == oracle  # of two micro-batches each
 
 
 @with_deepspeed
@@ -115,8 +156,20 @@ def test_the_script_of_torchrun_finds_deepspeed_s_json_beside_itself(oracle, tmp
 
 def test_a_frontier_plan_run_small_keeps_its_split_and_has_one_ranks_losses(oracle):
     result = small_run.run(HUGE, ranks=4, steps=2)
-    assert (result.grid.pp, result.grid.tp, result.grid.size) == (2, 2, 4)
+    assert (result.plan.pp, result.plan.tp, result.plan.gpus) == (2, 2, 4)
     assert [outcome.rank for outcome in result.outcomes] == [0, 1, 2, 3]
     assert {outcome.wrapper for outcome in result.outcomes} == {"LlamaStage"}
     assert result.losses == oracle == small_run.one_rank(result)
     assert "llama-3.1-405b" in result.sentence and "bf16-mixed to fp32" in result.sentence
+
+
+def test_adapters_under_fsdp_run_small():
+    how = dict(method="qlora", lora_rank=4, activation_checkpointing="selective")
+    result = small_run.run(a_plan("fsdp", **how, offload="all"), steps=2)
+    assert {outcome.wrapper for outcome in result.outcomes} == {"FSDPLlamaForCausalLM"}
+    assert result.losses == pytest.approx(one_rank(small_run.prepared(**how), **SIZES)[0], rel=1e-5)
+    exact = one_rank(small_run.prepared(**how | {"method": "lora"}), **SIZES)[0]
+    assert result.losses != pytest.approx(exact, rel=1e-4)  # it is NF4 that ran
+    assert "offloads nothing" in result.sentence and "keeps all activations" not in result.sentence
+    assert result.arguments["build"].keywords == how
+    assert small_run.prepared(**how | {"method": "full"}).is_gradient_checkpointing

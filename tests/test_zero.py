@@ -27,7 +27,6 @@ from course_lib.observe.holdings import ZeroProbe, counted_peak
 from course_lib.observe.host import HostCopies, resident_peak
 from course_lib.on_cpu.deepspeed import assert_sharded, prepare_deepspeed
 from course_lib.training import zero
-from course_lib.training.sharded import accelerate_zero
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 
@@ -138,13 +137,6 @@ def test_no_choice_changes_the_training(choices):
         clipped = name.endswith("clipped")
         tolerance = 5e-3 if name == "bf16" else 2e-6 if clipped else TOLERANCE
         assert_same_training(outcomes, expected(0.5 if clipped else 0.0), name, tolerance)
-
-
-def test_accelerate_s_plugin_trains_as_one_rank_does(private_tmp):
-    run = launch(accelerate_zero.train, stage=3, global_batch=12, **SIZES, ranks=2, quiet=True, timeout=120)
-    assert_same_training(run.results, expected(), "Accelerate")
-    for outcome in run.results:
-        assert (outcome.wrapper, outcome.extra["local_elements"]) == ("DeepSpeedEngine", share(2, 3))
 
 
 def test_what_offloading_moves(choices):

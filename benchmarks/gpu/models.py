@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from course_lib import models
 from course_lib.memory import PRESETS
 from course_lib.training.finetune import building
-from course_lib.training.sharded.fsdp_sharding import blocks
 
 
 def llama(preset: str, *, device: Any, method: str = "full", precision: str = "bf16-mixed", **how: Any) -> Any:
@@ -77,7 +77,7 @@ class Training:
         self.scaler = building.grad_scaler(precision, self.device)
         self.ids = torch.randint(0, PRESETS[preset].vocab, (micro_batch_size, seq_len), device=self.device)
         if compiled:  # the blocks are alike, so one compilation serves all of them
-            for block in blocks(self.model):
+            for block in (module for module in self.model.modules() if isinstance(module, LlamaDecoderLayer)):
                 block.compile()
         self.loss = loss_of(self.model, loss)
 

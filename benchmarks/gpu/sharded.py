@@ -60,13 +60,13 @@ def on_rank(
     from torch.distributed.tensor.parallel import loss_parallel
     from torch.profiler import profile
 
-    from course_lib.training.sharded.fsdp_sharding import shard
+    from course_lib.training.fsdp import shard
     from course_lib.training.tensor.dtensor import shard_tensors
 
     device = rank_device()
     net, around = llama(model, device=device, precision=precision), nullcontext
     if way == "FSDP2":
-        net = shard(net, precision=precision)
+        net = shard(net)
     elif way == "tensor parallel":
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
         net, around = shard_tensors(net, mesh, gather_logits=False), loss_parallel

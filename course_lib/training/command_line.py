@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from course_lib.launch.group import end_process, exit_now, process_group
@@ -32,7 +32,9 @@ def parse(train: Callable[..., Any], argv: Sequence[str] | None = None) -> dict[
     for name, parameter in inspect.signature(train).parameters.items():
         option = "--" + name.replace("_", "-")
         default = parameter.default
-        kind = next(k for k in get_args(kinds[name]) or (kinds[name],) if k is not NoneType)  # float for float | None
+        kind = kinds[name]
+        if get_origin(kind) is UnionType:  # float for float | None
+            kind = next(k for k in get_args(kind) if k is not NoneType)
         if get_origin(kind) is Callable:
             continue  # no word on a command line is one
         if kind is bool:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
+
+import torch
 
 from course_lib.choices import METHODS, STRATEGIES
 from course_lib.launch import launch
 from course_lib.memory import shape_of
-from course_lib.parallel.grid import Grid
+from course_lib.models import tiny_llama
+from course_lib.training.finetune.building import prepare
 from course_lib.training.outcome import Outcome
 from course_tools.planning import Plan, machines
 from course_tools.planning.answer import words
@@ -39,14 +43,14 @@ class Result:
     """A small run.
 
     Attributes:
-        grid: the ranks that ran.
+        plan: as it ran here, for the tiny Llama on CPU ranks.
         outcomes: what each rank returned, by rank.
         program: the module that trained, as `torchrun -m` takes it.
         sentence: what was run, what was shrunk, and what that does not prove.
         arguments: what the program was called with.
     """
 
-    grid: Grid
+    plan: Plan
     outcomes: list[Outcome]
     program: str
     sentence: str
@@ -61,8 +65,8 @@ class Result:
 def run(plan: Plan, *, ranks: int | None = None, steps: int = 3) -> Result:
     """Train the tiny Llama on this machine's ranks, split as `plan` splits its model.
 
-    Strategy, method, checkpointing, offload and every axis of the grid stay, each axis of more than one rank with two;
-    the losses of full training are those of one rank (`one_rank`).
+    Strategy, method and every axis of the grid stay, each axis of more than one rank with two; checkpointing and offload
+    where the program has them, else the sentence says so. The losses of full training are those of one rank (`one_rank`).
 
     Args:
         plan: of `course_tools.planning`.
@@ -77,18 +81,23 @@ def run(plan: Plan, *, ranks: int | None = None, steps: int = 3) -> Result:
     if steps < 1:
         raise ValueError(f"steps={steps}: give a whole number of at least 1.")
     small = shrunk(plan, ranks)
-    grid = small.grid
     if small.method != "full" and small.strategy not in ("single", "fsdp"):
         program, arguments, outcomes = _axolotl(small, steps)
         left_out = []
     else:
-        program, arguments = program_of(small, steps=steps)
+        by_fsdp = small.strategy == "fsdp" and small.gpus == small.dp
+        # its program trains whatever model it is given: adapters and checkpointing come with that
+        asked = replace(small, method="full", activation_checkpointing="none") if by_fsdp else small
+        program, arguments = program_of(asked, steps=steps)
+        if by_fsdp:
+            how = {name: getattr(small, name) for name in ("method", "lora_rank", "activation_checkpointing")}
+            arguments["build"] = partial(prepared, **how)
         if "config" in arguments:
             arguments["config"]["zero_optimization"] |= SMALL_ZERO
-        left_out = not_said(small, program, arguments)
+        left_out = not_said(asked, program, arguments)
         train = import_module(program).train
-        outcomes = launch(train, ranks=grid.size, quiet=True, timeout=TIMEOUT, threads=1, **arguments).results
-    return Result(grid, outcomes, program, _sentence(plan, small, program, left_out), arguments)
+        outcomes = launch(train, ranks=small.gpus, quiet=True, timeout=TIMEOUT, threads=1, **arguments).results
+    return Result(small, outcomes, program, _sentence(plan, small, program, left_out), arguments)
 
 
 def one_rank(result: Result) -> list[float]:
@@ -96,10 +105,8 @@ def one_rank(result: Result) -> list[float]:
     given = result.arguments
     if "config" in given:  # DeepSpeed's
         given = given | {"global_batch": given["config"]["train_batch_size"]}
-    if given.get("method", "full") != "full" or "global_batch" not in given:
-        raise ValueError(
-            f"{result.program} trained adapters, and one_rank trains all weights: compare a full training."
-        )
+    if result.plan.method != "full":
+        raise ValueError(f"{result.program} trained adapters: one_rank trains all weights, as a full training does.")
     same = {name: given[name] for name in ("steps", "global_batch", "seq_len")}
     single = import_module("course_lib.training.single")
     return launch(single.train, ranks=1, quiet=True, timeout=TIMEOUT, threads=1, **same).results[0].losses
@@ -139,8 +146,14 @@ def shrunk(plan: Plan, ranks: int | None = None) -> Plan:
         sequence_parallel=plan.sequence_parallel and axes["tp"] > 1,
         strategy=plan.strategy if size > 1 else "single",
         offload=plan.offload if size > 1 else "none",
-        activation_checkpointing=plan.activation_checkpointing,
     )
+
+
+def prepared(**how: Any) -> Any:
+    """The tiny Llama for `course_lib.training.fsdp`; `how` is `prepare`'s."""
+    # FSDP2 gathers a block's tensors as one: NF4's bytes say that they are fp32, as all others are
+    model = prepare(tiny_llama(), **how, storage=torch.float32)
+    return model if how["method"] == "full" else model.get_base_model()  # PEFT's layers without its wrapper
 
 
 def _axolotl(small: Plan, steps: int) -> tuple[str, dict[str, Any], list[Outcome]]:

@@ -36,11 +36,9 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
     if reason := why_not(strategy=plan.strategy, offload=plan.offload):
         raise Refused(reason.removesuffix("."))
     split = [axis for axis in ("tp", "pp", "cp") if getattr(plan, axis) > 1]
-    if plan.method != "full" and split:
-        raise Refused(
-            f"The course trains {plan.method} under data parallelism and FSDP, not with {split[0]}="
-            f"{getattr(plan, split[0])}"
-        )
+    if plan.method != "full" and (split or plan.strategy != "single"):
+        how = f"with {split[0]}={getattr(plan, split[0])}" if split else f"under {plan.strategy}"
+        raise Refused(f"The course's own programs train {plan.method} on one device, not {how}")
     if split == ["cp"]:
         return f"{ROOM}.sequence.context_parallel", given | {"dp": plan.dp, "seq_len": min(plan.seq_len, TINY_LENGTH)}
     if "cp" in split:
@@ -54,18 +52,7 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
         return _single(plan, model, given)
     given["gradient_accumulation_steps"] = plan.num_microbatches
     if plan.strategy == "fsdp":
-        return f"{ROOM}.sharded.fsdp", given | {
-            "method": plan.method,
-            "model": model,
-            "precision": plan.precision,
-            "offload": plan.offload == "all",
-            "activation_checkpointing": plan.activation_checkpointing,
-            "lora_rank": plan.lora_rank,
-        }
-    if plan.method != "full":
-        raise Refused(
-            f"The course's own programs train {plan.method} on one device and under FSDP2, not under {plan.strategy}"
-        )
+        return f"{ROOM}.fsdp", given | {"bf16": plan.precision == "bf16-mixed"}
     if plan.strategy == "ddp":
         return f"{ROOM}.accelerate_ddp", given
     config = deepspeed.config(plan)
@@ -119,7 +106,7 @@ def _split(plan: Plan, split: list[str], model: str, given: dict[str, Any]) -> t
 
 def not_said(plan: Plan, module: str, arguments: dict[str, Any]) -> list[str]:
     """What the plan asks for and the program does not do, in words for "it ..."."""
-    said = set(arguments)
+    said = set(arguments) | ({"precision"} if arguments.get("bf16") else set())
     if "config" in arguments:  # DeepSpeed's
         said |= {"precision", "offload", "gradient_accumulation_steps"}
     words = [words for name, (usual, words) in LEFT_OUT.items() if getattr(plan, name) != usual and name not in said]
