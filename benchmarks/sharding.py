@@ -63,7 +63,6 @@ ZERO |= {
 }  # fmt: skip
 FSDP = {
     "FSDP2": ("fsdp", {}, {}, 0),
-    "FSDP2, reshard no": ("fsdp", {"reshard_after_forward": False}, {"reshard_after_forward": False}, 0),
     "FSDP2, hybrid 2x2": ("hybrid", {}, {"shard_ranks": 2}, 4),
     "FSDP2, bf16-mixed": ("fsdp", {"bf16": True}, {"precision": "bf16-mixed"}, 0),
     "FSDP2, LoRA": ("fsdp", {"build": partial(prepared, method="lora")}, {}, 0),
@@ -219,7 +218,6 @@ def peaks() -> dict[str, bool]:
     cases = {
         **{name: ZERO[name] for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3")},
         "FSDP2": FSDP["FSDP2"],
-        "FSDP2, reshard no": FSDP["FSDP2, reshard no"],
         "FSDP2, 2 micro-batches": ("fsdp", {"gradient_accumulation_steps": 2}),
         "ZeRO-1, 2 micro-batches": ("zero", {"stage": 1, "gradient_accumulation_steps": 2}),
         "ZeRO-2, 2 micro-batches": ("zero", {"stage": 2, "gradient_accumulation_steps": 2}),
@@ -233,7 +231,6 @@ def peaks() -> dict[str, bool]:
         told = estimate(
             shape_of("tiny"), strategy=f"zero{settings['stage']}" if program == "zero" else "fsdp", ranks=2, precision="fp32",
             micro_batch_size=4 // micro_batches, num_microbatches=micro_batches, seq_len=128, device="cpu", bucket_elements=BUCKET,
-            reshard_after_forward=settings.get("reshard_after_forward", True),
         )  # fmt: skip
         error = told.peak / found[name].memory["peak"] - 1
         worst = max(worst, abs(error))

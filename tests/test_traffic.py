@@ -129,7 +129,7 @@ def programs():
     sizes = dict(steps=2, global_batch=4, seq_len=16)
     ddp.train(**sizes)
     dist.barrier()
-    fsdp.train(gradient_accumulation_steps=2, sync_every_micro_batch=True, **sizes)
+    fsdp.train(**sizes)
     dist.barrier()
     query, keys = torch.randn(1, 4, 8, 6, requires_grad=True), torch.randn(2, 1, 2, 8, 6, requires_grad=True)
     ring_attention(query, keys[0], keys[1]).sum().backward()
@@ -164,9 +164,9 @@ def test_real_data_parallel_ranks_send_these_bytes(stretches):
             counted[c.kind] += c.bytes * (2 if c.kind == "all_gather" else 1)
         expected = Counter()
         for m in traffic.data_parallel(PARAMETERS, dp=2, strategy=strategy, element=4):
-            expected[m.collective] += m.total_bytes * (2 if m.every == "micro_batch" else 1)
+            expected[m.collective] += m.total_bytes
         if strategy == "fsdp":  # the root's parameters stay from the forward to the backward pass: gathered once
-            expected["all_gather"] -= 2 * 65_664 * 4
+            expected["all_gather"] -= 65_664 * 4
             expected["all_reduce"] = 39 * 4  # a norm for each of its parameters
         assert counted.pop("broadcast", 0) < 1000  # DDP's: buffers, and the order of its buckets
         assert counted == expected, strategy

@@ -30,19 +30,18 @@ def all_ranks() -> DeviceMesh:
     return init_device_mesh(rank_device().type, (dist.get_world_size(),))
 
 
-def shard(model: Any, *, bf16: bool = False, reshard_after_forward: bool = True) -> Any:
+def shard(model: Any, *, bf16: bool = False) -> Any:
     """Shard a transformers model in place over all ranks: a unit for each block, and one for the rest.
 
     Args:
         model: on any device, also "meta"; a decoder with its blocks in `model.model.layers`.
         bf16: gather and compute in bf16; the shards stay fp32, and gradients are summed in fp32.
-        reshard_after_forward: free a block after its forward; False keeps it gathered until its backward.
     """
     mesh, policy = all_ranks(), MixedPrecisionPolicy()
     if bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.model.layers:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)  # what is left: embedding, last norm, head
 
 
