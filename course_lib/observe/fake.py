@@ -30,7 +30,6 @@ from course_lib.observe.collectives import pause_after_waiting
 from course_lib.observe.memory import Allocation, optimizer_tensors, storage_of, tensor_bytes
 
 MOMENTS = ("first block's forward", "rest of the forward pass", "backward pass", "optimizer step")
-HELD, GATHERED = "held before", "gathered"
 COPIED_BY_GLOO = ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
 
 
@@ -45,43 +44,28 @@ class LiveStorages(TorchDispatchMode):
         now, highest: bytes alive, and the most so far (`reset` starts again).
         gloo_copies: the most bytes at once that gloo took for copies of a reduce-scatter's input: not in the two above.
         log: every birth and death, in order; its clock starts at the last `hold`.
-        born: by the id in the log, the operation that made a storage; HELD, or GATHERED for parameters put together.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.highest = self.gloo_copies = 0
         self.log: list[Allocation] = []
-        self.born: dict[int, str] = {}
-        self._zero = self._events_at_highest = self._copied = 0
+        self._zero = self._copied = 0
         self._copies_due: list[int] = []  # bytes of the copies that gloo has made and that no operation has shown yet
-        self._keys = itertools.count()
+        self._keys, self._ids = itertools.count(), itertools.count()
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()  # -> key
         self._alive: dict[int, Allocation] = {}  # key -> its birth, at its present size
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that are there already: parameters, buffers, the optimizer's state, the batch."""
         for tensor in tensors:
-            self._note(tensor, HELD)
+            self._note(tensor, held=True)
         self._zero = time.time_ns()
 
     def reset(self) -> None:
         """Forget the highest point, not what is alive."""
         gc.collect()
-        self.highest, self._events_at_highest = self.now, len(self.log)
-
-    def by_operation(self) -> dict[str, int]:
-        """Bytes alive at the highest point, by the operation that made them; the most first."""
-        alive = {}
-        for event in self.log[: self._events_at_highest]:
-            if event.allocate:
-                alive[event.id] = event.bytes
-            else:
-                del alive[event.id]
-        found: dict[str, int] = {}
-        for block, size in alive.items():
-            found[self.born[block]] = found.get(self.born[block], 0) + size
-        return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+        self.highest = self.now
 
     def __enter__(self) -> LiveStorages:
         gc.collect()
@@ -91,7 +75,7 @@ class LiveStorages(TorchDispatchMode):
             done = resize(storage, size)
             if (key := self._known.get(storage)) in self._alive:
                 self._die(key)
-                self._come_alive(key, size, GATHERED)
+                self._come_alive(key, size)
             return done
 
         with ExitStack() as stack:
@@ -117,10 +101,10 @@ class LiveStorages(TorchDispatchMode):
             self._copies_due += [t.nbytes for t in tree_leaves(args[1]) if t.device.type == "cpu"]
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self._note(leaf, str(func), is_view=func.is_view)
+                self._note(leaf, is_view=func.is_view)
         return out
 
-    def _note(self, tensor: torch.Tensor, maker: str, *, is_view: bool = False) -> None:
+    def _note(self, tensor: torch.Tensor, *, held: bool = False, is_view: bool = False) -> None:
         storage = storage_of(tensor)
         if storage in self._known:
             return
@@ -132,18 +116,16 @@ class LiveStorages(TorchDispatchMode):
             self.gloo_copies = max(self.gloo_copies, self._copied)
             weakref.finalize(storage, self._drop_copy, size).atexit = False
             return
-        self._come_alive(key, size, maker)
+        self._come_alive(key, size, held=held)
         weakref.finalize(storage, self._die, key).atexit = False
 
-    def _come_alive(self, key: int, size: int, maker: str) -> None:
+    def _come_alive(self, key: int, size: int, *, held: bool = False) -> None:
         if self.now + size > self.highest:
             gc.collect()
-        self._alive[key] = Allocation(0 if maker == HELD else self._at(), True, len(self.born), size)
-        self.born[len(self.born)] = maker
+        self._alive[key] = Allocation(0 if held else self._at(), True, next(self._ids), size)
         self.log.append(self._alive[key])
         self.now += size
-        if self.now > self.highest:
-            self.highest, self._events_at_highest = self.now, len(self.log)
+        self.highest = max(self.highest, self.now)
 
     def _die(self, key: int) -> None:
         block = self._alive.pop(key)
@@ -177,6 +159,22 @@ def fake_tensors() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = asks
 
 
+def become_fake(model: torch.nn.Module) -> None:
+    """Give a model on "meta" tensors on the CPU, fake ones under `fake_tensors`; ties stay.
+
+    PEFT moves its adapters about while it adds them: "meta" tensors move, fake ones do not.
+    """
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor not in made:
+                    made[tensor] = torch.empty_like(tensor, device="cpu")
+                    if isinstance(tensor, torch.nn.Parameter):
+                        made[tensor] = torch.nn.Parameter(made[tensor], requires_grad=tensor.requires_grad)
+                tensors[name] = made.get(tensor)
+
+
 @contextmanager
 def fake_ranks(ranks: int) -> Iterator[None]:
     """Within it this process is rank 0 of `ranks`, whose collectives return at once and move nothing.
@@ -206,14 +204,12 @@ class CountedStep:
         parameters, gradients, optimizer: at rest; the model's buffers are with the parameters.
         moments: the most during each part of a step (`MOMENTS`). With 3 blocks or more each of them grows by the same
             with every further block, the part that is the peak may change.
-        by_operation: what was there at the peak of all moments but the last, by the operation that made it.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     moments: dict[str, int]
-    by_operation: dict[str, int]
 
     @property
     def peak(self) -> int:
@@ -229,7 +225,7 @@ class CountedStep:
 def count_step(
     model: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor, first_block: torch.nn.Module
 ) -> CountedStep:
-    """The second of two training steps of a transformers model; the first one makes the optimizer's states.
+    """A training step of a transformers model; if the optimizer has no states yet, the one after a step that makes them.
 
     Args:
         model: real or fake, whole or cut by ``fully_shard``.
@@ -249,18 +245,16 @@ def count_step(
         optimizer.zero_grad()
         at_end_of(MOMENTS[3])
 
-    step(lambda _: None)
+    if not optimizer.state:
+        step(lambda _: None)
     moments: dict[str, int] = {}
-    at_peak: dict[str, int] = {}
     gradients = 0
     with LiveStorages() as live:
         live.hold([*model.parameters(), *model.buffers(), *optimizer_tensors(optimizer), batch])
 
         def note(moment: str) -> None:
-            nonlocal at_peak, gradients
+            nonlocal gradients
             moments[moment] = live.highest - batch.nbytes
-            if moment != MOMENTS[3] and moments[moment] == max(moments.values()):
-                at_peak = live.by_operation()
             if moment == MOMENTS[2]:
                 gradients = tensor_bytes(p.grad for p in model.parameters() if p.grad is not None)
             live.reset()
@@ -271,5 +265,4 @@ def count_step(
             gradients=gradients,
             optimizer=tensor_bytes(optimizer_tensors(optimizer)),
             moments=moments,
-            by_operation=at_peak,
         )
