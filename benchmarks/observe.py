@@ -95,7 +95,6 @@ def sharded_step() -> dict[str, Any]:
 
     from course_lib.models import tiny_llama
     from course_lib.observe import WireMeter, record_collectives, trace_step
-    from course_lib.observe.holdings import held_slices
     from course_lib.training.fsdp import shard
 
     model, ids = shard(tiny_llama()), torch.zeros(2, 64, dtype=torch.long)
@@ -117,7 +116,6 @@ def sharded_step() -> dict[str, Any]:
         "wire": wire.bytes,
         # gloo runs a reduce-scatter as an all-reduce
         "ring": sum(c.wire_bytes * (2 if c.kind == "reduce_scatter" else 1) for c in issued),
-        "held": held_slices(model, optimizer)["parameters"],
     }
 
 
@@ -171,7 +169,6 @@ def compare() -> None:
         ("FSDP2: gloo's copies on the fake backend", fake["gloo, probe"], "none", 0),
         ("FSDP2: collectives recorded", first["collectives"], "the profiler's spans", first["spans of collectives"]),
         ("FSDP2: bytes on the wire, TCP's counters", first["wire"], "the ring's formula", round(first["ring"])),
-        ("FSDP2: elements held by all ranks", sum(b - a for r in real for a, b in r["held"]), "the model's", whole),
     ]  # fmt: skip
     for name, value, second, other in rows:
         print(f"  {name:44}{value:>12,}   {second:28}{other:>12,}{value / other - 1 if other else 0:+9.2%}")

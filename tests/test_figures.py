@@ -25,7 +25,18 @@ from refusals import assert_refused
 
 from course_lib import figures
 from course_lib.collectives.measuring import Curve, Point
-from course_lib.figures import collectives, frameworks, fsdp, grid, pipeline, ranks, sharding, single_gpu, splits, style
+from course_lib.figures import (
+    collectives,
+    frameworks,
+    grid,
+    pipeline,
+    ranks,
+    sharding,
+    single_gpu,
+    splits,
+    style,
+    units,
+)
 from course_lib.figures import training as training_figures
 from course_lib.figures.stored_figures import pictures
 from course_lib.memory import estimate
@@ -33,6 +44,7 @@ from course_lib.memory.allocator import replay
 from course_lib.memory.timeline import step_timeline
 from course_lib.observe import Span
 from course_lib.observe.snapshots import Snapshot
+from course_lib.observe.units import Moment, UnitTimeline
 from course_lib.parallel.grid import Grid
 from course_lib.parallel.schedules import orders
 from course_lib.parallel.simulate import simulate
@@ -59,18 +71,14 @@ def schedule_of(schedule, stages=2, micro_batches=4, chunks=1, **times):
     return simulate(orders(schedule, stages, micro_batches, chunks), **times)
 
 
-CURVE = [(0, 10 * MIB), (10**9, 40 * MIB), (2 * 10**9, 15 * MIB)]
 SNAPSHOT = Snapshot(np.array([1, 2, 1]), np.array([2, 2, 2]), [])
 ALLOCATOR = replay([(True, 0, 20 * MIB), (True, 1, 20 * MIB), (False, 0, 0)])
-SPANS = [
-    Span("forward", "forward", 0.0, 1.0, 7),
-    Span("FSDP::pre_forward (model.layers.0)", "other", 1.0, 1.4, 7),
-    Span("FSDP::all_gather (model.layers.0)", "other", 1.1, 1.3, 7),  # inside the one above
-    Span("FSDP::pre_forward (model.layers.1)", "other", 2.0, 2.1, 7),
-    Span("FSDP::post_backward_reduce", "other", 3.0, 3.3, 7),
-    Span("gloo:all_gather", "collective", 1.1, 1.3, 8),
-    Span("forward", "forward", 1.1, 1.2, 8),
-]
+STEP = UnitTimeline(
+    [2 * MIB, 5 * MIB, 3 * MIB, 2 * MIB],
+    [Moment(0, "between steps", {"a": 0.0}), Moment(1, "forward of a begins", {"a": 1.0})]
+    + [Moment(3, "backward is over", {"a": 0.0})],
+    sharded=0.5,
+)
 HELD = [
     {"name": "DDP", "measured": {"parameters": 3 * MIB, "gradients": 3 * MIB, "peak": 99 * MIB}, "predicted": 6 * MIB},
     {"name": "ZeRO-3", "predicted": {"parameters": MIB, "master": MIB, "total": 2 * MIB, "padding": 5}},
@@ -79,10 +87,6 @@ SENT = [
     {"name": "FSDP2", "counted": {"all_gather": 2 * MIB, "reduce_scatter": MIB}, "formula": 4 * MIB},
     {"name": "DDP", "counted": 3 * MIB},
 ]
-SLICES = {
-    "DDP": [{"elements": 8, **dict.fromkeys(sharding.HELD, [(0, 8)])}] * 2,
-    "FSDP2": [{"elements": 8, **dict.fromkeys(sharding.HELD, [(4 * rank, 4 * rank + 4)])} for rank in (0, 1)],
-}
 ROW = {"technique": "full", "weights": MIB, "gradients": MIB, "optimizer": 2 * MIB, "activations": MIB, "peak": 5 * MIB}
 STATE = np.abs(np.random.default_rng(0).normal(size=512)) * 1e-6
 FRAMEWORKS = [
@@ -122,10 +126,7 @@ DRAWINGS = [
         sharding.bytes_by_stage, [{"name": "large", "computed": {"parameters": 9e12}}, {"name": "none", "computed": {}}]
     ),
     partial(sharding.traffic, SENT, note="counted by the system"),
-    partial(sharding.who_holds_what, SLICES),
-    partial(fsdp.memory_by_unit, {"a": CURVE, "b": CURVE}, units=[("0", 5, 10**9)], lines={"c": MIB}, title="Units"),
-    partial(fsdp.step_trace, {"as it is": SPANS}, title="A step"),
-    partial(fsdp.mesh, 2, 3, inside="weights", between="gradients", title="A mesh"),
+    partial(units.units_over_step, STEP, 1, title="A step"),
     partial(ranks.side_by_side, LOGGED | {3: {"loss": [(0, 2.5)]}}, title="Four ranks"),
     partial(frameworks.compare, FRAMEWORKS, title="Side by side"),
     partial(splits.column_then_row),
@@ -285,10 +286,6 @@ def test_bars_are_as_long_as_what_they_stand_for(drawn):
     assert [round(bar.get_width(), 6) for bar in drawn[-1].axes[0].patches] == [2, 1, 3]
 
 
-def test_fsdps_waits_inside_others_do_not_count_twice():
-    assert fsdp.waits(SPANS) == pytest.approx({"pre_forward": 0.5, "post_backward_reduce": 0.3})
-
-
 def test_the_ring_is_finished_after_its_last_step_and_not_before():
     for size in (2, 3, 4, 5):
         moments = [collectives.ring_state(size, now) for now in range(2 * size - 1)]
@@ -335,7 +332,6 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
             (lambda: collectives.before_and_after(["gossip"]), ValueError, "broadcast"),
             (lambda: collectives.ring_state(4, 7), ValueError, "step=7"),
             (lambda: sharding.bytes_by_stage([{"name": "ZeRO-9", "measured": {"peak": 5}}]), ValueError, "'ZeRO-9'"),
-            (lambda: fsdp.step_trace({"ddp": SPANS[:1]}, title="t"), ValueError, "'ddp'"),
             (lambda: ranks.side_by_side(tmp_path / "nothing"), ValueError, "no folder of a rank"),
             (lambda: ranks.side_by_side(tmp_path / "silent"), ValueError, "Logged: nothing"),
             (lambda: frameworks.compare([{"name": "a", "ranks": 1}], title="t"), ValueError, "held"),

@@ -45,7 +45,6 @@ EXTRA = {("07_axolotl", "seconds"): 90}
 EXCEPTIONS: dict[str, str] = {
     "02_single_gpu": "words cells lines longest_cell figures seconds longest_wait opening closing typed taught",
     "03_collectives": "longest_cell figures opening closing devices",
-    "06_fsdp": "words cells lines longest_cell figures seconds longest_wait opening closing typed devices taught",
     "07_axolotl": "words cells lines opening closing typed devices",
     "08_3d_parallelism": "words cells lines longest_cell figures seconds longest_wait opening closing typed taught",
 }

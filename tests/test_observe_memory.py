@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
 import sys
 from collections import Counter
 
@@ -13,12 +11,10 @@ import torch.distributed as dist
 from refusals import assert_refused
 
 from benchmarks.observe import memory_seen
-from course_lib.figures.sharding import HELD
 from course_lib.launch import launch
 from course_lib.models import tiny_llama
 from course_lib.observe import MemoryProbe, observe
 from course_lib.observe.fake import LiveStorages, fake_ranks
-from course_lib.observe.holdings import held_slices
 from course_lib.observe.memory import memory_over_time, record_allocations
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
@@ -157,51 +153,6 @@ def test_every_allocation_and_free_comes_in_order_and_older_tensors_are_seen_to_
     ]
     assert [now for _, now in memory_over_time(events)] == [1600, 5600, 9600, 5600, 5200]
     assert_refused([(lambda: record_allocations(fn, [torch.empty(3, device="meta")]), ValueError, "meta")])
-
-
-# ------------------------------------------------------------------------------------------- which slices a rank holds
-def hold_all() -> dict[str, dict]:
-    """What a rank holds under FSDP2, and under each of ZeRO's stages where DeepSpeed is installed."""
-    from course_lib.training.fsdp import shard
-
-    ids = torch.zeros(1, 4, dtype=torch.long)
-    held = {}
-    model = shard(tiny_llama(layers=1))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        model(input_ids=ids, labels=ids).loss.backward()
-        held["FSDP2"] = held_slices(model, optimizer)
-        optimizer.step()
-    for stage in (2, 3) if importlib.util.find_spec("deepspeed") else ():
-        from course_lib.on_cpu.deepspeed import prepare_deepspeed
-
-        prepare_deepspeed()
-        import deepspeed
-
-        sizes = {"reduce_bucket_size": 10**6, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
-        config = {"train_batch_size": 2, "zero_optimization": {"stage": stage, "stage3_max_reuse_distance": 0} | sizes}
-        model = tiny_llama(layers=1)
-        optimizer = torch.optim.AdamW(model.parameters())
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        for _ in range(2):
-            engine.backward(engine(input_ids=ids, labels=ids).loss)
-            held[f"ZeRO-{stage}"] = held_slices(engine)
-            engine.step()
-    return held
-
-
-def test_ranks_hold_the_slices_that_their_method_says(private_tmp):
-    first, second = launch(hold_all, ranks=2, quiet=True, timeout=200).results
-    whole = sum(p.numel() for p in tiny_llama(layers=1).parameters())
-    for name, kind in itertools.product(first, HELD):
-        parts = first[name][kind], second[name][kind]
-        if (name, kind) == ("ZeRO-2", "parameters"):
-            assert parts == ([(0, whole)], [(0, whole)])
-            continue
-        sizes = [sum(end - start for start, end in slices) for slices in parts]
-        assert sum(sizes) == whole and abs(sizes[0] - whole / 2) < 0.01 * whole, (name, kind)
-        assert not set(parts[0]) & set(parts[1]), (name, kind)
-        assert (len(parts[0]) > 1) == (name != "ZeRO-2"), f"{name} cuts tensor by tensor, ZeRO-2 one flat vector"
 
 
 # ---------------------------------------------------------------------------------------------------------- gloo's copies

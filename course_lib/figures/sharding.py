@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from course_lib.figures.style import (
     COLOURS,
-    GROUP_COLOURS,
-    HATCHES,
     legend_below,
     new_figure,
     note_above,
@@ -95,85 +93,3 @@ def _parts(held: Mapping[str, int] | float | None) -> list[tuple[str, float]]:
 
 def _beside(axis: Axes, x: float, y: float, text: str) -> None:
     axis.annotate(text, (x, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
-
-
-def who_holds_what(holding: Mapping[str, Sequence[Mapping[str, Any]]], *, title: str = "Who holds what") -> Picture:
-    """A panel per method; in it a strip for each rank and kind, coloured where the rank holds that part of the model.
-
-    Args:
-        holding: method -> one entry per rank, as `course_lib.observe.holdings.held_slices` returns them: "elements"
-            (of the whole model) and for each of "parameters", "gradients", "optimizer" the (first, last + 1) of what
-            lies there, in elements, in the order of ``model.parameters()``.
-    """
-    require(holding and all(holding.values()), "method, with an entry for each of its ranks")
-    columns = min(len(holding), 3)
-    rows = -(-len(holding) // columns)
-    ranks = max(len(entries) for entries in holding.values())
-    figure, axes = new_figure(height=0.6 + rows * (0.75 + 0.62 * ranks), rows=rows, columns=columns, grid="")
-    summary = []
-    for axis in axes[len(holding) :]:
-        axis.set_axis_off()
-    for i, (axis, (method, entries)) in enumerate(zip(axes, holding.items(), strict=False)):
-        shares = _strips(axis, entries, names=i % columns == 0)
-        axis.set_title(method)
-        if i + columns >= len(holding):
-            axis.set_xlabel("% of the model's elements")
-        summary.append(f"{method}: " + ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items()))
-    figure.suptitle(title)
-    return picture(figure, f"{title}, share of the model on a rank: {'; '.join(summary)}.")
-
-
-def _strips(axis: Axes, entries: Sequence[Mapping[str, Any]], *, names: bool) -> dict[str, float]:
-    """Draw one method; returns the share that rank 0 holds, by kind."""
-    axis.spines["left"].set_visible(False)
-    labels, places, shares = [], [], {}
-    for rank, entry in enumerate(entries):
-        whole = entry["elements"]
-        for j, kind in enumerate(HELD):
-            place = -(rank * (len(HELD) + 0.8) + j)
-            slices = [(100 * first / whole, 100 * (end - first) / whole) for first, end in entry.get(kind, ())]
-            axis.barh(place, 100, 0.82, facecolor="white", edgecolor="#999999", linewidth=0.6)
-            look = {"facecolor": GROUP_COLOURS[rank % 7], "hatch": HATCHES[rank % 7], "edgecolor": "white"}
-            axis.broken_barh(slices, (place - 0.41, 0.82), linewidth=0.2 if len(slices) > 3 else 0.6, **look)
-            labels.append(f"rank {rank}  {kind}" if j == 0 else kind)
-            places.append(place)
-            if rank == 0:
-                shares[kind] = sum(width for _, width in slices) / 100
-    axis.set_yticks(places, labels if names else [""] * len(labels), fontsize=8)
-    axis.tick_params(axis="y", length=0)
-    axis.set_xlim(0, 100)
-    return shares
-
-
-def traffic(rows: Sequence[Mapping[str, Any]], *, title: str = "Sent by one rank in a step", note: str = "") -> Picture:
-    """One bar per method, stacked by kind of collective as counted, and a mark where the formula says.
-
-    Args:
-        rows: each with "name", "counted" (kind of collective -> bytes sent, or one number for the sum), and, where there
-            is one, "formula" (bytes).
-        note: what the figures rest on.
-    """
-    require(rows, "row")
-    figure, (axis,) = new_figure(height=1.7 + 0.42 * len(rows), grid="x")
-    summary, shown, longest = [], {}, 0.0
-    for place, row in zip(range(len(rows))[::-1], rows, strict=True):
-        counted = row["counted"] if isinstance(row["counted"], Mapping) else {"all collectives": row["counted"]}
-        left = 0.0
-        for kind, size in counted.items():
-            colour, hatch = KINDS.get(kind, ("#999999", "++"))
-            bar = axis.barh(place, size / MIB, 0.55, left=left, color=colour, hatch=hatch, edgecolor="white")
-            shown.setdefault(kind, bar)
-            left += size / MIB
-        summary.append(f"{row['name']}: counted {nice_bytes(left * MIB)}")
-        if row.get("formula") is not None:
-            formula = row["formula"] / MIB
-            (mark,) = axis.plot([formula], [place], "D", markerfacecolor="white", markeredgecolor="black", markersize=8)
-            shown.setdefault("formula", mark)
-            summary[-1] += f", formula {nice_bytes(row['formula'])}"
-            longest = max(longest, formula)
-        longest = max(longest, left)
-    axis.set_yticks(range(len(rows)), [str(row["name"]) for row in reversed(rows)])
-    axis.set(xlabel="MiB sent by one rank in one step", title=title, xlim=(0, 1.06 * longest or 1))
-    note_above(axis, note)
-    legend_below(figure, shown)
-    return picture(figure, f"{title}{f' ({note})' if note else ''}: {'; '.join(summary)}.")

@@ -24,6 +24,7 @@ class Communication(NamedTuple):
         end: of all gradients when the backward pass is over, before anything is sent that waited for this.
         last_block, reduced: where gradients are sent of the last block, at the end; 0 where that is no phase of its own.
         on_the_way: of the block before, while a block computes its gradients; 0 where none are.
+        first_gather: as the first block arrives, with the root: each in a flat tensor and in its own; else 0.
         gathering: as the last block arrives, in a flat tensor and in its own, with the flat tensor of the one before; else 0.
         step: at the optimizer's step.
         whole: unsharded gradients of one block, on their way into shards; told, and counted where they are.
@@ -44,6 +45,7 @@ class Communication(NamedTuple):
     left: float = 0.0
     on_the_way: int = 0
     gathering: int = 0
+    first_gather: int = 0
 
 
 def communication(run: Run, r: Resident, layers: int, accumulate: bool, tied_here: bool) -> Communication:
@@ -120,10 +122,12 @@ def _fsdp(run: Run, r: Resident, layers: int, accumulate: bool, waiting: int, he
         passed,
         end,
         last_block,
-        layers * block_share + outer + wide * outer,  # the root's weights have gone
+        # the root's weights have gone; then all its gradients but one, while its own shard comes
+        wide * outer + max(layers * block_share + outer, r.share + (0 if waiting else outer - r.embedding_gradient)),
         r.share + r.step,
         whole=block,
         at_work=r.block_copy if run.reshard_after_forward else 0,
         on_the_way=wide * block,
         gathering=forward + r.block_copy,
+        first_gather=2 * (r.outer_copy + r.block_copy) + unsharded,
     )

@@ -167,6 +167,7 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float) -> Breakdown:
 
     moments: dict[str, PhaseEnd] = {"forward of the last block": PhaseEnd(below, during.forward, casts, [forward])}
     if during.gathering:
+        moments["gather of the first block"] = PhaseEnd(small, during.first_gather)
         moments["gather of the last block"] = PhaseEnd(below, during.gathering)
     if last:
         there = blocks + small

@@ -1,4 +1,4 @@
-"""What a rank holds of a model: bytes by category under DeepSpeed, and which elements, under any way of sharding.
+"""What a rank holds of a model under DeepSpeed: bytes by category.
 
 What DeepSpeed 0.19 holds between two steps, in elements of a model of P trained weights on N ranks:
 
@@ -19,8 +19,6 @@ least in part in the rank's share, whole, so a weight on the border of two share
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
     import torch
 
 CATEGORIES = ("parameters", "gradients", "optimizer_state", "master", "buckets")
-Slices = list[tuple[int, int]]  # (first, last + 1), in elements of the whole model
 
 
 class ZeroProbe(MemoryProbe):
@@ -142,100 +139,3 @@ def counted_peak(engine: Any, step: Callable[[], None]) -> int:
         live.hold(tensor for _, _, tensors in holdings(engine) for tensor in tensors)
         step()
     return live.highest
-
-
-# ---------------------------------------------------------------------------------------- which elements of the model
-def held_slices(model: Any, optimizer: Any = None) -> dict[str, Any]:
-    """The parts of the model on this rank; call it after the backward pass and before the step, from the second one on.
-
-    Args:
-        model: a plain one, under DDP, cut by fully_shard, or a DeepSpeed engine of any stage.
-        optimizer: whose state counts; an engine brings its own.
-
-    Returns:
-        "elements" of the whole model, and of "parameters", "gradients", "optimizer" (Adam's first moment) the parts that
-        are there, each (first, last + 1) in elements, parameters one after another in the order of ``parameters()``.
-        Neighbours are joined, padding is left out.
-    """
-    stage, outer = 0, optimizer
-    if hasattr(model, "zero_optimization_stage"):
-        stage, outer = model.zero_optimization_stage(), model.optimizer
-    starts = list(itertools.accumulate((getattr(p, "ds_numel", p.numel()) for p in model.parameters()), initial=0))
-    parameters = list(zip(model.parameters(), starts, strict=False))
-    if stage == 3:
-        slices = _stage3(parameters, outer)
-    elif stage:
-        slices = _stage12(starts[-1], outer)
-    else:
-        slices = {
-            "parameters": [cut for p, start in parameters for cut in _rows(p, start)],
-            "gradients": [cut for p, start in parameters for cut in _rows(p.grad, start)],
-            "optimizer": [cut for p, start in parameters for cut in _rows(_first_moment(outer, p), start)],
-        }
-    return {"elements": starts[-1], **{kind: _joined(cuts) for kind, cuts in slices.items()}}
-
-
-def _rows(tensor: torch.Tensor | None, start: int) -> Slices:
-    """Of a tensor whose first element is number `start` of the model: all of it, or of a DTensor the rank's rows."""
-    if tensor is None:
-        return []
-    if not hasattr(tensor, "device_mesh"):
-        return [(start, start + tensor.numel())]
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    first, count = start + offset[0] * math.prod(tensor.shape[1:]), tensor.to_local().numel()
-    return [(first, first + count)] if count else []
-
-
-def _stage12(elements: int, outer: Any) -> dict[str, Slices]:
-    """Weights in one flat tensor, of which the rank has a slice: where it starts is read off the addresses."""
-    flat, share = outer.bit16_groups_flat[0], outer.parallel_partitioned_bit16_groups[0][_rank(outer)]
-    first = (share.data_ptr() - flat.data_ptr()) // flat.element_size()
-    moment = _first_moment(outer.optimizer, outer.single_partition_of_fp32_groups[0])
-    gradients = sum(gradient.numel() for gradient in outer.averaged_gradients.get(0) or [])
-    counts = {"gradients": gradients, "optimizer": 0 if moment is None else moment.numel()}
-    held = {kind: [(first, min(first + count, elements))] if count else [] for kind, count in counts.items()}
-    return {"parameters": [(0, min(flat.numel(), elements))], **held}
-
-
-def _stage3(parameters: list[tuple[Any, int]], outer: Any) -> dict[str, Slices]:
-    """Every tensor cut by itself: the rank has one slice of each."""
-    rank = _rank(outer)
-
-    def cut(p: Any, start: int, share: int) -> Slices:
-        first, end = min(rank * share, p.ds_numel), min((rank + 1) * share, p.ds_numel)
-        return [(start + first, start + end)] if end > first else []
-
-    trained = [(p, start) for p, start in parameters if p.requires_grad]
-    gradients = [gradient.numel() for group in outer.averaged_gradients.values() for gradient in group or []]
-    moments = [_first_moment(outer.optimizer, flat) for flat in outer.fp32_partitioned_groups_flat]
-    # the flat moments are the trained tensors' slices, one after another
-    whole = sum(m.numel() for m in moments if m is not None) == sum(p.ds_tensor.ds_numel for p, _ in trained)
-    return {
-        "parameters": [part for p, start in parameters for part in cut(p, start, p.ds_tensor.numel())],
-        "gradients": [
-            part for (p, start), share in zip(trained, gradients, strict=False) for part in cut(p, start, share)
-        ],
-        "optimizer": [part for p, start in trained if whole for part in cut(p, start, p.ds_tensor.ds_numel)],
-    }
-
-
-def _rank(outer: Any) -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank(group=outer.dp_process_group)
-
-
-def _first_moment(optimizer: Any, parameter: Any) -> torch.Tensor | None:
-    return getattr(optimizer, "state", {}).get(parameter, {}).get("exp_avg")
-
-
-def _joined(slices: Slices) -> Slices:
-    joined: Slices = []
-    for first, end in sorted(slices):
-        if joined and first <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((first, end))
-    return joined

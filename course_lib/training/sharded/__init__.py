@@ -1,1 +1,0 @@
-"""Sharded data parallelism: ZeRO with DeepSpeed, and FSDP2."""
