@@ -126,14 +126,14 @@ def compare() -> None:
 
     from course_lib.launch import launch
     from course_lib.memory import PRESETS, estimate
-    from course_lib.models import llama, tiny_llama
+    from course_lib.models import llama
     from course_lib.observe import MemoryProbe
     from course_lib.observe.fake import count_step, fake_ranks, fake_tensors
 
     real = launch(sharded_step, ranks=RANKS, timeout=300, quiet=True).results
     with fake_ranks(RANKS):
         fake = sharded_step()
-    first, whole = real[0], sum(p.numel() for p in tiny_llama().parameters())
+    first = real[0]
 
     def prepared() -> tuple[Any, ...]:
         model = llama(PRESETS["tiny"])

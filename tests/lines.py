@@ -19,20 +19,20 @@ ROOMS = {
         2300,
     ),  # how a rank ends, also as its notebook ends: 105 lines, emulated GPUs came from training
     "course_lib/observe": (
-        2114,
+        2118,
         1150,
-    ),  # memory snapshots, an all-to-all's formula, a rank's pages and copies on the host
+    ),  # a step's units, memory snapshots, an all-to-all's formula, a rank's pages and copies on the host
     "course_lib/collectives": (713, 650),
-    "course_lib/memory": (2880, 2300),  # DeepSpeed's bf16 master copies
+    "course_lib/memory": (2895, 2300),  # DeepSpeed's bf16 master copies; each moment of FSDP2's step
     "course_lib/parallel": (668, 550),  # when a bucket travels, by arithmetic
     "course_lib/models": (739, 400),  # the Llama of any widths came from training
-    "course_lib/training": (4293, 1200),
+    "course_lib/training": (4215, 1200),
     "course_lib/checkpoints": (459, 400),
     "course_lib/notebook": (
-        1568,
+        1611,
         600,
-    ),  # every cell says that it runs, the map is a page of cards, and buckets and stages have sliders
-    "course_lib/figures": (2013, 950),  # a figure becomes a compact SVG; gigabytes
+    ),  # every cell says that it runs, the map is a page of cards, buckets and stages have sliders, and a recorded step a player
+    "course_lib/figures": (1850, 950),  # a figure becomes a compact SVG; gigabytes
     "course_lib/on_cpu": (90, 500),  # came from training
     "course_lib": (600, 300),  # a lesson's opening picture in Colab
     "course_tools/planning": (3708, 2500),  # a ZeRO plan's script brings its JSON
@@ -43,14 +43,14 @@ ROOMS = {
     "course_tools/doctor": (718, 450),
     "course_tools": (151, 150),  # where to go on, and the notebook there
     "course_checks/harness": (1177, 700),  # clauses and hints; what two labs' scripts share came from lab 4
-    "course_checks": (10450, 3850),  # labs 4 and 5 run on ranks
+    "course_checks": (10442, 3850),  # labs 4 and 5 run on ranks
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (2873, 1300),
     "tests": (
-        14844,
+        14835,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser
-    "benchmarks": (2340, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one
+    "benchmarks": (2334, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one
     "site": (469, 450),
 }
 

@@ -20,7 +20,9 @@ from course_lib.notebook.widgets.buckets import bucket_explorer
 from course_lib.notebook.widgets.grid_explorer import axis_traffic, grid_explorer
 from course_lib.notebook.widgets.memory import answer, calculator, timeline_explorer
 from course_lib.notebook.widgets.ring_stepper import ring_stepper
+from course_lib.notebook.widgets.units import units_player
 from course_lib.notebook.widgets.zero import zero_explorer
+from course_lib.observe.units import Moment, UnitTimeline
 from course_lib.parallel.grid import Grid
 
 
@@ -144,6 +146,19 @@ def test_stages_divide_what_they_shard_and_offloading_moves_it():
         shown[name].value = value
         for part in expected:
             assert part in widget.children[1].value, (name, part)
+
+
+def test_a_recorded_step_is_played_for_each_choice_of_units():
+    moments = [Moment(0, "between steps", {"a": 0.0}), Moment(1, "forward of a ends", {"a": 1.0})]
+    moments.append(Moment(2, "backward is over", {"a": 0.0}))
+    widget = units_player({name: UnitTimeline([0, top, 0], moments, 0.5) for name, top in (("small", 2), ("large", 3))})
+    shown = controls(widget)
+    shown["moment"].value = 1
+    assert "gathered are a" in widget.children[1].value and "Units: small" in widget.children[1].value
+    shown["units"].value, shown["moment"].value = "large", 2
+    assert "gathered are nothing" in widget.children[1].value and "Units: large" in widget.children[1].value
+    page = widget._repr_mimebundle_()
+    assert (page[0] if isinstance(page, tuple) else page)["text/html"].count("<img") == 2  # both, without a kernel
 
 
 def test_jupyterlab_ends_kernels_of_closed_notebooks_after_half_an_hour_and_says_so(monkeypatch, capsys):

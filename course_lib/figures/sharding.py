@@ -1,4 +1,4 @@
-"""Pictures of lessons 5 and 6: bytes per rank by method, which slice each rank holds, and what a step sends."""
+"""Pictures of lesson 5: bytes per rank by method, and what a step sends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ KINDS = {
     "broadcast": (COLOURS[5], ".."),
     "reduce": (COLOURS[2], "xx"),
 }
-HELD = ("parameters", "gradients", "optimizer")
 
 
 def bytes_by_stage(rows: Sequence[Mapping[str, Any]], *, title: str = "Bytes on one rank", note: str = "") -> Picture:
@@ -93,3 +92,37 @@ def _parts(held: Mapping[str, int] | float | None) -> list[tuple[str, float]]:
 
 def _beside(axis: Axes, x: float, y: float, text: str) -> None:
     axis.annotate(text, (x, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+
+
+def traffic(rows: Sequence[Mapping[str, Any]], *, title: str = "Sent by one rank in a step", note: str = "") -> Picture:
+    """One bar per method, stacked by kind of collective as counted, and a mark where the formula says.
+
+    Args:
+        rows: each with "name", "counted" (kind of collective -> bytes sent, or one number for the sum), and, where there
+            is one, "formula" (bytes).
+        note: what the figures rest on.
+    """
+    require(rows, "row")
+    figure, (axis,) = new_figure(height=1.7 + 0.42 * len(rows), grid="x")
+    summary, shown, longest = [], {}, 0.0
+    for place, row in zip(range(len(rows))[::-1], rows, strict=True):
+        counted = row["counted"] if isinstance(row["counted"], Mapping) else {"all collectives": row["counted"]}
+        left = 0.0
+        for kind, size in counted.items():
+            colour, hatch = KINDS.get(kind, ("#999999", "++"))
+            bar = axis.barh(place, size / MIB, 0.55, left=left, color=colour, hatch=hatch, edgecolor="white")
+            shown.setdefault(kind, bar)
+            left += size / MIB
+        summary.append(f"{row['name']}: counted {nice_bytes(left * MIB)}")
+        if row.get("formula") is not None:
+            formula = row["formula"] / MIB
+            (mark,) = axis.plot([formula], [place], "D", markerfacecolor="white", markeredgecolor="black", markersize=8)
+            shown.setdefault("formula", mark)
+            summary[-1] += f", formula {nice_bytes(row['formula'])}"
+            longest = max(longest, formula)
+        longest = max(longest, left)
+    axis.set_yticks(range(len(rows)), [str(row["name"]) for row in reversed(rows)])
+    axis.set(xlabel="MiB sent by one rank in one step", title=title, xlim=(0, 1.06 * longest or 1))
+    note_above(axis, note)
+    legend_below(figure, shown)
+    return picture(figure, f"{title}{f' ({note})' if note else ''}: {'; '.join(summary)}.")

@@ -42,4 +42,5 @@ def units_player(timelines: Mapping[str, UnitTimeline]) -> ipywidgets.VBox:
         control.observe(redraw, "value")
     redraw()
     page = "".join(drawn(name, timeline.at_peak) for name, timeline in timelines.items())
-    return with_fallback([w.HBox([wrapping, play, slider], layout=w.Layout(flex_flow="row wrap")), shown], page)
+    controls = w.HBox([w.HBox([wrapping]), w.HBox([play, slider])], layout=w.Layout(flex_flow="row wrap"))
+    return with_fallback([controls, shown], page)
