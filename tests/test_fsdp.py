@@ -8,7 +8,6 @@ from functools import cache
 
 import cloudpickle
 import pytest
-import torch
 from parity import TOLERANCE, Runs, assert_same_training, off_by, one_rank
 
 from course_lib.models import tiny_llama
@@ -23,7 +22,7 @@ def tied():
 
 
 def quantized():
-    return prepare(tiny_llama(), method="qlora", device="cpu", storage=torch.float32).get_base_model()
+    return prepare(tiny_llama(), method="qlora", device="cpu").get_base_model()
 
 
 SIZES = dict(steps=3, global_batch=12, seq_len=32)

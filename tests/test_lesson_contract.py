@@ -308,6 +308,14 @@ def trainings(notebook: Notebook) -> dict[str, list[str]]:
     return result
 
 
+def helpers(notebook: Notebook) -> dict[str, str]:
+    """{name: function} of what else stands in the modules that this lesson teaches."""
+    names = [] if notebook.is_deeper else TAUGHT.get(notebook.number, [])
+    files = [file for name in names for file in notebook.root.glob(f"course_lib/training/**/{name}.py")]
+    lines = [line for file in files for line in ast.parse(file.read_text(encoding="utf-8")).body]
+    return {f.name: bare(f) for f in lines if isinstance(f, ast.FunctionDef) and f.name != "train"}
+
+
 def is_taught(cell: Cell, notebook: Notebook) -> bool:
     """Whether the cell is a training function and nothing else: it is shown in full, however long."""
     return (
@@ -324,6 +332,9 @@ def taught(notebook: Notebook) -> list[str]:
             wrong.append(f"course_lib/training has {len(functions)} functions {name}.train")
         elif functions[0] not in shown:
             wrong.append(f"no cell has the function {name}.train")
+    here = {function.name: bare(function) for function in notebook.nodes(ast.FunctionDef)}
+    for name, function in helpers(notebook).items():
+        wrong += [f"{name} is another one than the library's"] if here.get(name, function) != function else []
     return wrong
 
 

@@ -55,12 +55,11 @@ UNEVEN = ("zero2", "zero3", "fsdp lora bf16-mixed")  # on three ranks, which row
 
 def adapted(how):
     """The tiny model with adapters; what is packed says that it is fp32, as all else that FSDP2 gathers with it."""
-    import torch
 
     from course_lib.models import tiny_llama
     from course_lib.training.finetune.building import prepare
 
-    return prepare(tiny_llama(), device="cpu", storage=torch.float32, **how).get_base_model()
+    return prepare(tiny_llama(), device="cpu", **how).get_base_model()
 
 
 def train_all(zero_cases, fsdp_cases):
@@ -158,6 +157,10 @@ BY_FSDP = {  # (settings of `fsdp.train`, of `estimate`): each has its peak at a
     "gradients reduced": (dict(bf16=True), dict(micro_batch_size=2, precision="bf16-mixed")),
     "gather of the first block": (dict(gradient_accumulation_steps=2), dict(num_microbatches=2)),
     "reduce-scatter of the last block": ({}, dict(micro_batch_size=2, reshard_after_forward=False)),
+    "gather of the last block": (
+        dict(gradient_accumulation_steps=2),
+        dict(num_microbatches=2, reshard_after_forward=False),
+    ),
     "backward of the loss": (dict(seq_len=256), dict(micro_batch_size=2, seq_len=256)),
 }
 

@@ -154,9 +154,9 @@ def test_a_recorded_step_is_played_for_each_choice_of_units():
     widget = units_player({name: UnitTimeline([0, top, 0], moments, 0.5) for name, top in (("small", 2), ("large", 3))})
     shown = controls(widget)
     shown["moment"].value = 1
-    assert "gathered are a" in widget.children[1].value and "Units: small" in widget.children[1].value
+    assert "gathered: a." in widget.children[1].value and "Units: small" in widget.children[1].value
     shown["units"].value, shown["moment"].value = "large", 2
-    assert "gathered are nothing" in widget.children[1].value and "Units: large" in widget.children[1].value
+    assert "gathered: nothing." in widget.children[1].value and "Units: large" in widget.children[1].value
     page = widget._repr_mimebundle_()
     assert (page[0] if isinstance(page, tuple) else page)["text/html"].count("<img") == 2  # both, without a kernel
 

@@ -47,7 +47,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Return the manifest of a checkpoint; raise CheckpointError unless all its files are there, each of the right size."""
     try:
         checksum, _, body = (checkpoint / MANIFEST).read_bytes().partition(b"\n")
-    except OSError as error:
+    except FileNotFoundError as error:  # what cannot be read just now is no reason to remove it
         raise CheckpointError(f"{checkpoint} has no manifest: no finished checkpoint is there.") from error
     if hashlib.sha256(body).hexdigest().encode() != checksum:
         raise CheckpointError(f"{checkpoint / MANIFEST} was truncated or changed.")
@@ -139,6 +139,6 @@ def prune(folder: Path, step: int, keep: int) -> None:
     """Remove checkpoints older than the newest ``keep`` complete ones; those of steps after ``step`` are left alone."""
     complete = 0
     for path in [path for number, path in checkpoints_in(folder).items() if number <= step]:
-        if complete >= keep:
+        if complete >= max(keep, 1):  # never the newest
             shutil.rmtree(path)  # a file of it goes first, so no half of it is ever taken for complete
         complete += not problem(path)

@@ -130,6 +130,8 @@ def load(
     same_ranks = world_size == manifest.world_size
     with together(failed):
         own = torch.load(path / f"rank-{rank if same_ranks else 0:05d}.pt", weights_only=True)
+        if scheduler is not None and own["scheduler"] is None:
+            raise CheckpointError(f"{path} holds no scheduler's state: it was saved without one.")
     with together(failed):
         state = sharded_state(model, optimizer)
         dcp.load(state, checkpoint_id=path, planner=_SafePlanner())  # into the shards, in place

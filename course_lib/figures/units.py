@@ -24,7 +24,7 @@ def units_over_step(timeline: UnitTimeline, index: int, *, title: str, top: floa
     """
     moment = timeline.moments[index]
     sizes = [size / MIB for size in timeline.sizes]
-    now = min(moment.event, len(sizes) - 1)
+    now = moment.event
     figure, (curve, modules) = new_figure(height=4.2, rows=2)
     figure.get_layout_engine().set(h_pad=0.08)
     grid = curve.get_gridspec()
@@ -52,4 +52,4 @@ def units_over_step(timeline: UnitTimeline, index: int, *, title: str, top: floa
     legend_below(figure, {"this rank's shard": patch(*SHARD), "gathered, whole": patch(*WHOLE)}, columns=2)
     gathered = ", ".join(name for name, whole in moment.gathered.items() if whole) or "nothing"
     peak = nice_bytes(timeline.peak)
-    return picture(figure, f"{title}, bytes on one rank; peak {peak}. {moment.what}: gathered are {gathered}.")
+    return picture(figure, f"{title}, bytes on one rank; peak {peak}. {moment.what}; gathered: {gathered}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import multiprocessing
@@ -185,9 +186,11 @@ def _fail(rank: int, folder: str, kind: str, error: BaseException, named: str = 
         frames,
         kind == "raised" and any(sign in message.lower() for sign in PEER_LOST),
     )
-    if _has_ended(_notebook, seconds=0):  # its end is why a peer was lost, and nobody else clears up now
+    if not _has_ended(_notebook, seconds=0):
+        with contextlib.suppress(FileNotFoundError):  # the folder: the notebook ends just now
+            write_atomically(f"{folder}/error{rank}", json.dumps(asdict(failure)).encode())
+    if _has_ended(_notebook, seconds=0):  # nobody reads a report any more, and nobody else clears up
         _end(folder)
-    write_atomically(f"{folder}/error{rank}", json.dumps(asdict(failure)).encode())
     if failure.lost_peer:
         time.sleep(GRACE)
     exit_now(1)
@@ -228,19 +231,19 @@ def _end(folder: str) -> NoReturn:
 
 def _has_ended(pid: int, seconds: float | None = None) -> bool:
     """Wait for the end of process `pid`, as long as it takes or at most `seconds`; True when it has ended."""
-    if hasattr(os, "pidfd_open"):
-        import select
-
+    with contextlib.suppress(AttributeError, OSError):  # macOS has no pidfd, and a sandbox may forbid it
         try:
             handle = os.pidfd_open(pid)
         except ProcessLookupError:
             return True
+        import select
+
         try:
             return bool(select.select([handle], [], [], seconds)[0])
         finally:
             os.close(handle)
     give_up = time.monotonic() + (float("inf") if seconds is None else seconds)
-    while True:  # macOS has no pidfd
+    while True:
         try:
             os.kill(pid, 0)
         except ProcessLookupError:

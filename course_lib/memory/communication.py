@@ -128,6 +128,6 @@ def _fsdp(run: Run, r: Resident, layers: int, accumulate: bool, waiting: int, he
         whole=block,
         at_work=r.block_copy if run.reshard_after_forward else 0,
         on_the_way=wide * block,
-        gathering=forward + r.block_copy,
+        gathering=forward + r.block_copy + unsharded,
         first_gather=2 * (r.outer_copy + r.block_copy) + unsharded,
     )

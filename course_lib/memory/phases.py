@@ -168,6 +168,7 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float) -> Breakdown:
     moments: dict[str, PhaseEnd] = {"forward of the last block": PhaseEnd(below, during.forward, casts, [forward])}
     if during.gathering:
         moments["gather of the first block"] = PhaseEnd(small, during.first_gather)
+    if during.gathering and layers > 1:
         moments["gather of the last block"] = PhaseEnd(below, during.gathering)
     if last:
         there = blocks + small
@@ -182,9 +183,9 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float) -> Breakdown:
         for name, done in (("second last", 1), ("second", layers - 2)):
             saved = kept_first + (layers - 2 - done) * kept_block + small
             sent = during.on_the_way + during.head + done * during.block
-            casts_left = (layers - done) * r.block_casts
-            moments[f"backward of the {name} block"] = PhaseEnd(saved, during.backward + sent, casts_left, backward)
-    moments["backward of the first block"] = PhaseEnd(small, during.backward + filled, r.block_casts, backward)
+            moments[f"backward of the {name} block"] = PhaseEnd(saved, during.backward + sent, rows=backward)
+    sent = during.on_the_way - during.at_work if layers > 1 else 0  # nothing is gathered ahead any more
+    moments["backward of the first block"] = PhaseEnd(small, during.backward + filled + sent, r.block_casts, backward)
     if full and first:
         stream = tokens * shape.hidden * run.stored
         moments["gradient of the embedding"] = PhaseEnd(0, during.end + twice, rest=stream)

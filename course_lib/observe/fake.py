@@ -160,7 +160,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 def become_fake(model: torch.nn.Module) -> None:
-    """Give a model on "meta" tensors on the CPU, fake ones under `fake_tensors`; ties stay.
+    """Replace the tensors of a model on "meta" by CPU tensors, fake ones under `fake_tensors`; ties stay.
 
     PEFT moves its adapters about while it adds them: "meta" tensors move, fake ones do not.
     """

@@ -19,8 +19,8 @@ class Moment:
 
     Attributes:
         event: how many storages had come or gone by then.
-        what: happens: "forward of block 3 begins", say.
-        gathered: share of each module's bytes that is whole on this rank, 0 to 1, by the modules' names.
+        what: what happens, such as "forward of block 3 begins".
+        gathered: share of each module's elements that is whole on this rank, 0 to 1, by the modules' names.
     """
 
     event: int
@@ -49,9 +49,8 @@ class UnitTimeline:
 
     @property
     def at_peak(self) -> int:
-        """Index of the last moment before the peak."""
-        highest = self.sizes.index(self.peak)
-        return max(i for i, moment in enumerate(self.moments) if moment.event <= highest)
+        """Index of the moment at which most bytes are there."""
+        return max(range(len(self.moments)), key=lambda i: self.sizes[self.moments[i].event])
 
 
 def watch_units(
@@ -64,7 +63,7 @@ def watch_units(
 
     Args:
         modules: name -> part of the model to look at, in the order of the forward pass.
-        model: after `fully_shard`; it has made a step before, so that the optimizer has its state.
+        model: after `fully_shard` over a row of ranks; it has made a step before, so that the optimizer has its state.
         optimizer: of the model's parameters.
         loss: runs the forward pass.
     """
@@ -75,12 +74,14 @@ def watch_units(
         moments.append(Moment(len(live.log), what, gathered))
 
     with LiveStorages() as live, ExitStack() as hooks:
-        for name, module in modules.items():
-            for what, register in (
-                (f"forward of {name} begins", module.register_forward_pre_hook),
-                (f"forward of {name} ends", module.register_forward_hook),
-                (f"backward of {name} ends", module.register_full_backward_hook),
-            ):
+        for i, (name, module) in enumerate(modules.items()):
+            watched = {
+                f"forward of {name} begins": module.register_forward_pre_hook,
+                f"forward of {name} ends": module.register_forward_hook,
+            }
+            if i:  # the first one's inputs need no gradient: its hook would come as its backward begins
+                watched[f"backward of {name} ends"] = module.register_full_backward_hook
+            for what, register in watched.items():
                 hooks.callback(register(lambda *_, what=what: note(what)).remove)
         live.hold([*model.parameters(), *model.buffers(), *optimizer_tensors(optimizer)])
         note("between steps")
@@ -95,7 +96,7 @@ def watch_units(
             now += event.bytes if event.allocate else -event.bytes
             sizes.append(now)
     kept = next(p for p in model.parameters() if isinstance(p, DTensor))
-    shifted = [Moment(max(m.event - before, 0), m.what, m.gathered) for m in moments]
+    shifted = [Moment(m.event - before, m.what, m.gathered) for m in moments]
     return UnitTimeline(sizes[before - 1 :], shifted, 1 / kept.device_mesh.size())
 
 

@@ -12,8 +12,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-import torch
-
 from course_lib.choices import METHODS, STRATEGIES
 from course_lib.launch import launch
 from course_lib.memory import shape_of
@@ -151,8 +149,7 @@ def shrunk(plan: Plan, ranks: int | None = None) -> Plan:
 
 def prepared(**how: Any) -> Any:
     """The tiny Llama for `course_lib.training.fsdp`; `how` is `prepare`'s."""
-    # FSDP2 gathers a block's tensors as one: NF4's bytes say that they are fp32, as all others are
-    model = prepare(tiny_llama(), **how, storage=torch.float32)
+    model = prepare(tiny_llama(), **how)
     return model if how["method"] == "full" else model.get_base_model()  # PEFT's layers without its wrapper
 
 

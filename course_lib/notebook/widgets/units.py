@@ -27,8 +27,8 @@ def units_player(timelines: Mapping[str, UnitTimeline]) -> ipywidgets.VBox:
     start = next(iter(timelines))
     wrapping = menu("units", list(timelines), start)
     last = len(timelines[start].moments) - 1
-    slider = w.IntSlider(value=timelines[start].at_peak, min=0, max=last, description="moment")
-    play = w.Play(value=slider.value, min=0, max=last, interval=600)
+    slider = w.IntSlider(value=0, min=0, max=last, description="moment")
+    play = w.Play(value=0, min=0, max=last, interval=600)
     w.jslink((play, "value"), (slider, "value"))
     shown = w.HTML()
 

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from course_lib.choices import check_choice
+from course_lib.launch import rank_device
 from course_lib.models import load, tiny_llama
 from course_lib.training.finetune import nf4_on_cpu
 from course_lib.training.finetune.activation_checkpointing import set_checkpointing
@@ -119,12 +120,8 @@ def prepare(
     lora_alpha: float = 32,
     seed: int = 0,
     device: str | torch.device | None = None,
-    storage: torch.dtype = torch.uint8,
 ) -> Any:
-    """What `build_model` does to a model that is loaded already. The model given is changed, not copied.
-
-    `storage` is for "qlora", as in `quantize_linears`.
-    """
+    """What `build_model` does to a model that is loaded already. The model given is changed, not copied."""
     device = pick_device(device)
     check(
         method=method,
@@ -139,7 +136,7 @@ def prepare(
     model.set_attn_implementation(ATTENTIONS[attention])
     cast_parameters(model.parameters(), kinds.weights)
     if method == "qlora":
-        quantize_linears(model, kinds.compute, device, storage)
+        quantize_linears(model, kinds.compute, device)
     model.to(device)
     if method != "full":
         model = add_adapters(model, lora_rank, lora_alpha, kinds.trained, seed)
@@ -153,15 +150,11 @@ def cast_parameters(parameters: Iterable[torch.nn.Parameter], dtype: torch.dtype
         parameter.data = parameter.data.to(dtype)
 
 
-def quantize_linears(
-    model: torch.nn.Module, compute: torch.dtype, device: torch.device, storage: torch.dtype = torch.uint8
-) -> None:
+def quantize_linears(model: torch.nn.Module, compute: torch.dtype, device: torch.device) -> None:
     """Put each linear layer of the model, `lm_head` left out, in NF4 with double quantization, on `device`.
 
     One matrix at a time: the whole model never lies on the device unquantized. `compute` is the dtype that weights are
-    unpacked to for a product, `storage` the one that the packed bytes pretend to have: FSDP2 gathers a unit's tensors
-    together and casts those of another floating dtype, so there it must be that of the rest. Paper: QLoRA
-    (arXiv:2305.14314).
+    unpacked to for a product. They are packed as uint8, which FSDP2 gathers as it is. Paper: QLoRA (arXiv:2305.14314).
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
@@ -177,7 +170,6 @@ def quantize_linears(
             compute_dtype=compute,
             compress_statistics=True,
             quant_type="nf4",
-            quant_storage=storage,
             device="meta",
         )
         packed.weight = Params4bit(
@@ -186,7 +178,6 @@ def quantize_linears(
             compress_statistics=True,
             quant_type="nf4",
             module=packed,
-            quant_storage=storage,
         )
         packed.bias = linear.bias
         # On a CPU with AVX512-BF16 an evaluation would reorder the weights in place, into bytes that nothing else reads.
@@ -278,6 +269,9 @@ def best_precision(device: str | torch.device | None = None) -> str:
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
+    """Without a device: a rank's own, else the GPU where there is one."""
+    if device is None and torch.distributed.is_initialized():
+        return rank_device()
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
