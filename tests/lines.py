@@ -19,7 +19,7 @@ ROOMS = {
         2300,
     ),  # how a rank ends, also as its notebook ends: 105 lines, emulated GPUs came from training
     "course_lib/observe": (
-        2119,
+        2117,
         1150,
     ),  # a step's units, memory snapshots, an all-to-all's formula, a rank's pages and copies on the host
     "course_lib/collectives": (713, 650),
@@ -47,7 +47,7 @@ ROOMS = {
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (2873, 1300),
     "tests": (
-        14848,
+        14846,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser
     "benchmarks": (2334, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one

@@ -298,22 +298,19 @@ def bare(function: ast.FunctionDef) -> str:
     return "\n".join(line.replace(": _ =", " =") for line in lines if not re.match(r" *(pass$|import |from )", line))
 
 
-def trainings(notebook: Notebook) -> dict[str, list[str]]:
-    """{module: its functions `train`} of what this lesson teaches; there should be one each."""
+def library(notebook: Notebook) -> dict[str, list[ast.FunctionDef]]:
+    """{module: its functions} of what this lesson teaches."""
     result = {}
     for name in [] if notebook.is_deeper else TAUGHT.get(notebook.number, []):
         files = notebook.root.glob(f"course_lib/training/**/{name}.py")
         lines = [line for file in files for line in ast.parse(file.read_text(encoding="utf-8")).body]
-        result[name] = [bare(line) for line in lines if isinstance(line, ast.FunctionDef) and line.name == "train"]
+        result[name] = [line for line in lines if isinstance(line, ast.FunctionDef)]
     return result
 
 
-def helpers(notebook: Notebook) -> dict[str, str]:
-    """{name: function} of what else stands in the modules that this lesson teaches."""
-    names = [] if notebook.is_deeper else TAUGHT.get(notebook.number, [])
-    files = [file for name in names for file in notebook.root.glob(f"course_lib/training/**/{name}.py")]
-    lines = [line for file in files for line in ast.parse(file.read_text(encoding="utf-8")).body]
-    return {f.name: bare(f) for f in lines if isinstance(f, ast.FunctionDef) and f.name != "train"}
+def trainings(notebook: Notebook) -> dict[str, list[str]]:
+    """{module: its functions `train`}; there should be one each."""
+    return {name: [bare(f) for f in functions if f.name == "train"] for name, functions in library(notebook).items()}
 
 
 def is_taught(cell: Cell, notebook: Notebook) -> bool:
@@ -333,8 +330,9 @@ def taught(notebook: Notebook) -> list[str]:
         elif functions[0] not in shown:
             wrong.append(f"no cell has the function {name}.train")
     here = {function.name: bare(function) for function in notebook.nodes(ast.FunctionDef)}
-    for name, function in helpers(notebook).items():
-        wrong += [f"{name} is another one than the library's"] if here.get(name, function) != function else []
+    for function in (f for functions in library(notebook).values() for f in functions if f.name != "train"):
+        if here.get(function.name, bare(function)) != bare(function):
+            wrong.append(f"{function.name} is another one than the library's")
     return wrong
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -91,10 +92,7 @@ def watch_units(
         optimizer.step()
         optimizer.zero_grad()
         note("the optimizer has stepped")
-        now, sizes = 0, []
-        for event in live.log:
-            now += event.bytes if event.allocate else -event.bytes
-            sizes.append(now)
+        sizes = list(accumulate(event.bytes if event.allocate else -event.bytes for event in live.log))
     kept = next(p for p in model.parameters() if isinstance(p, DTensor))
     shifted = [Moment(m.event - before, m.what, m.gathered) for m in moments]
     return UnitTimeline(sizes[before - 1 :], shifted, 1 / kept.device_mesh.size())
