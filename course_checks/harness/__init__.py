@@ -20,12 +20,14 @@ from course_checks.harness.comparing import (
 from course_checks.harness.contract import Contract, gives, slip_hints
 from course_checks.harness.guard import snapshot, time_limit, unchanged, without_limit
 from course_checks.harness.mistakes import explains, named_mistake
+from course_checks.harness.parts import healthy_untouched, put_together
 from course_checks.harness.ranks import TIMEOUT, phases, run_ranks, sent_between
 
 __all__ = [
     "ATOL",
     "Contract",
     "gives",
+    "healthy_untouched",
     "RTOL",
     "TIMEOUT",
     "Exercise",
@@ -47,6 +49,7 @@ __all__ = [
     "number",
     "phases",
     "plain",
+    "put_together",
     "ratio_hint",
     "returned",
     "run_ranks",

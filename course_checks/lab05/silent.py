@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_checks.harness import Contract, NotYet, fresh_seed, named_seed, returned
+from course_checks.harness import Contract, fresh_seed, healthy_untouched, named_seed, put_together, returned
 from course_checks.lab05.common import LENGTH, SLACK, VOCAB, Tied, lab, next_token_loss, trained, under_deepspeed
 from course_lib.notebook import table
 from course_lib.notebook.page import Page
@@ -62,7 +62,7 @@ class Program:
             engine.step()
 
 
-HEALTHY = {name: vars(Program)[name] for name in ("optimizer", "share")}
+HEALTHY = ("optimizer", "share")
 
 
 def batch_of(seed: int, step: int) -> torch.Tensor:
@@ -74,12 +74,10 @@ def batch_of(seed: int, step: int) -> torch.Tensor:
 def on_a_rank(parts: Callable[[], Any], seed: int) -> dict[str, Any]:
     """A run put together from its parts, and the same training in one process."""
     torch.manual_seed(seed)
-    model, program = Tied(), parts()
-    if not (isinstance(program, type) and issubclass(program, Program)):
-        raise NotYet("return the class itself, a subclass of Program")
-    program, twin, ranks = program(), copy.deepcopy(model), dist.get_world_size()
+    model, program, ranks = Tied(), put_together(parts, Program), dist.get_world_size()
+    twin = copy.deepcopy(model)
     seen: dict[str, Any] = {name: [] for name in ("losses", "alone", "norms", "right")}
-    optimizer = HEALTHY["optimizer"](program, twin)
+    optimizer = Program.optimizer(program, twin)
     for step in range(STEPS):
         loss = next_token_loss(twin, batch_of(seed, step))
         optimizer.zero_grad()
@@ -142,8 +140,6 @@ def repaired(repaired: Callable[[], Any]) -> str:
                 contract.facts["norm"] = lambda f, pairs=pairs: all(abs(a / (f * b) - 1) < 0.01 for a, b in pairs)
                 contract.values("the gradient norm", seen["norms"], seen["right"], rtol=1e-3)
                 contract.values("the loss", seen["losses"], seen["alone"], rtol=1e-4)
-    program = repaired()()
-    touched = [name for name, part in HEALTHY.items() if getattr(program, name).__func__ is not part]
-    Contract().holds(not touched, f"`{' '.join(touched)}` was healthy: change only what is broken")
+    healthy_untouched(put_together(repaired, Program), Program, HEALTHY)
     held = f"{nice_bytes(seen['weights'])} of weights and {nice_bytes(seen['moments'])} of moments"
     return f"one process's losses and gradients on 2 and 3 ranks; each of 3 holds {held}"
