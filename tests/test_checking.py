@@ -15,7 +15,7 @@ import torch
 from refusals import assert_refused
 
 import course_checks
-from course_checks.harness import Contract, checking, gives
+from course_checks.harness import Contract, LiveTensors, checking, gives
 from course_checks.harness.checking import Lab, NotYet, Verdict, close, ratio_hint, returned
 from course_lib.launch import RankFailed, RanksHung, launch
 from course_lib.notebook import progress
@@ -365,3 +365,18 @@ def test_a_clause_that_does_not_hold_says_so_with_the_first_hint_that_fits():
     assert all(part in line for line, wanted in zip(told, parts, strict=True) for part in wanted), told
     assert "kept" not in told[2] and "never" not in "".join(told)
     assert gives(lambda case: 2 * case, [1, 2], [2, 4]) and not gives(lambda case: 2 * case, [1, 2], [2, 5])
+
+
+def test_live_tensors_sees_views_hidden_copies_and_emptied_storages():
+    with LiveTensors() as alive:
+        hidden = [torch.zeros(1000)]
+        assert alive.bytes() == 4000
+        view = hidden.pop()[:10]
+        assert alive.bytes() == 4000, "ten elements keep the storage of a thousand"
+        view.untyped_storage().resize_(0)
+        assert alive.bytes() == 0
+        torch.empty(10, device="meta")
+        assert alive.bytes() == 0
+    with LiveTensors(every=True) as alive:
+        torch.zeros(1000).sum()
+    assert 4000 <= alive.highest < 4100

@@ -151,8 +151,9 @@ def on_a_rank(parts: Callable[[], Any], seed: int) -> dict[str, Any]:
 def observe(parts: type, ranks: int = 2) -> Page:
     """What is to be seen from outside: bytes, printed, and losses and norms beside one process's."""
     run = run_ranks(on_a_rank, lambda: parts, 1, ranks=ranks, timeout=60.0)
-    size = sum(p.nbytes for p in tied_llama(layers=BLOCKS, vocab=VOCAB).parameters())
-    print(f"The model has {nice_bytes(size)} of weights.")
+    model = list(tied_llama(layers=BLOCKS, vocab=VOCAB).parameters())
+    print(f"In one process: {sum(p.numel() for p in model):,} parameters, {nice_bytes(held_bytes(model))} of weights.")
+    print(f"In this program: {run.results[0]['elements']:,} parameters.")
     for rank, seen in enumerate(run.results):
         print(
             f"Rank {rank} of {ranks} holds {nice_bytes(seen['weights'])} of weights between steps, and the optimizer "
