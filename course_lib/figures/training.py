@@ -37,12 +37,15 @@ def losses(series: Mapping[str, Sequence[float]], *, title: str = "Loss of the g
     return picture(figure, f"{title}, by optimizer step: {ends}.")
 
 
-def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str, names: Sequence[str] = ()) -> Picture:
+def timeline(
+    spans_by_rank: Sequence[Sequence[Any]], *, title: str, names: Sequence[str] = (), sends: str = "all-reduces"
+) -> Picture:
     """What each rank computes (upper bar) and what it has on the wire (lower bar), over the milliseconds of one step.
 
     Args:
         spans_by_rank: for each rank, spans with ``kind``, ``start`` and ``end`` in seconds on one clock.
         names: of the pairs of bars, "rank 0" and so on by default.
+        sends: what a rank does in its lower bar.
     """
     names = names or [f"rank {rank}" for rank in range(len(spans_by_rank))]
     ranks = len(spans_by_rank)
@@ -62,7 +65,7 @@ def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str, names: Seque
             bar = [((span.start - zero) * 1e3, (span.end - span.start) * 1e3)]
             axis.broken_barh(bar, (low, 0.85), facecolors=colour, edgecolor="white", hatch=hatch, linewidth=0.4)
         ticks += [base + 1.4, base + 0.4]
-        labels += [f"{names[rank]} computes", f"{names[rank]} all-reduces"]
+        labels += [f"{names[rank]} computes", f"{names[rank]} {sends}"]
     axis.set_yticks(ticks, labels)
     axis.set(xlabel="time (ms)", title=title)
     legend_below(figure, {kind: patch(*look) for kind, look in KINDS.items() if kind in shown})
