@@ -12,27 +12,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from course_checks.harness import (
-    Contract,
-    NotYet,
-    fresh_seed,
-    named_mistake,
-    named_seed,
-    number,
-    phases,
-    returned,
-    run_ranks,
-)
+from course_checks.harness import Contract, NotYet, fresh_seed, named_seed, number, phases, returned, run_ranks
+from course_checks.harness.mistakes import named_mistake
 from course_checks.lab06.common import lab
 
 Case = tuple[int, int, int, int, bool]  # rank, replicate, shard, parameters, reshard_after_forward
 NAMES = ("the shard group", "the replicate group", "bytes inside the shard group", "bytes across the replicas")
 REAL = ((1, 4, True), (4, 1, True), (2, 2, False), (2, 2, True))  # replicate, shard, reshard of four real ranks
-DIVIDES = 151_200  # by every replicate x shard below
 SLIPS = {
     "order": "give the shard group first",
-    "swapped": "ranks of one machine are neighbours, so shard is the mesh's last dimension",
-    "replicate for shard": "you take replicate for shard",
+    "swapped": "ranks of one machine are neighbours, so replicate comes first in the mesh, and shard last",
     "no ring": "in a ring of n ranks each sends n-1 of n parts",
     "once": "an all-reduce is a reduce-scatter and an all-gather",
     "whole": "after the reduce-scatter a rank has only its shard of the gradients left to all-reduce",
@@ -52,7 +41,6 @@ def right(case: Case, slips: frozenset[str] = frozenset()) -> list[Any]:
     if "swapped" in slips:
         row, column = divmod(rank, replicate)
         groups = [[i * replicate + column for i in range(shard)], [row * replicate + i for i in range(replicate)]]
-    if "replicate for shard" in slips:
         replicate, shard = shard, replicate
     inside, across = ((n - 1) / n if "no ring" not in slips else float(n > 1) for n in (shard, replicate))
     gathers = 1 if "gathered once" in slips else 2 if "gathered twice" in slips else 1 + reshard
@@ -83,10 +71,10 @@ def hybrid(hybrid: Callable[..., Any]) -> str:
     """Groups and bytes by the formula on random meshes, and as fully_shard has and sends them on four real ranks."""
     seed = fresh_seed()
     draw = random.Random(seed)
-    meshes = [(3, 5), (1, 6), (6, 1), *((draw.randint(2, 6), draw.randint(2, 9)) for _ in range(8))]
+    meshes = [(3, 5), (1, 6), (6, 1), *((draw.randint(2, 6), draw.randint(2, 9)) for _ in range(8))] * 2
     cases = [
-        (draw.randrange(r * s), r, s, DIVIDES * draw.randint(5, 5000), on) for r, s in meshes for on in (True, False)
-    ]
+        (draw.randrange(r * s), r, s, 151_200 * draw.randint(5, 5000), i % 2 == 0) for i, (r, s) in enumerate(meshes)
+    ]  # every replicate x shard divides these parameters
     with named_seed(seed):
         answers = [_asked(hybrid, case) for case in cases]
         for i, yours in enumerate(map(list, zip(*answers, strict=True))):
@@ -100,11 +88,11 @@ def hybrid(hybrid: Callable[..., Any]) -> str:
             case, step = (rank, replicate, shard, parameters, reshard), phases(run, rank)[1 + 2 * i]
             across = sum(c.wire_bytes for c in step if c.kind == "all_reduce")
             measured = [*groups, sum(c.wire_bytes for c in step) - across, across]
+            contract = Contract(about=f"fully_shard on four real ranks, {_shown(case)}")
             for what, answer, seen in zip(NAMES, _asked(hybrid, case), measured, strict=True):
-                about = f"fully_shard on four real ranks, {_shown(case)}"
-                Contract(about=about).values(what, answer, seen, rtol=1e-9, atol=0.5)
-    told = f"{len(cases)} random cases, and four real ranks on {len(REAL)} meshes"
-    return f"{told}; the last of them, on {replicate}x{shard}, sent {measured[2]:,.0f} bytes inside and {across:,.0f} across"
+                contract.values(what, answer, seen, rtol=1e-9, atol=0.5)
+    sent = f"on {replicate}x{shard} each sent {measured[2]:,.0f} bytes inside and {across:,.0f} across"
+    return f"{len(cases)} random cases, and four real ranks on {len(REAL)} meshes; {sent}"
 
 
 def _asked(hybrid: Callable[..., Any], case: Case) -> list[Any]:
@@ -115,4 +103,4 @@ def _asked(hybrid: Callable[..., Any], case: Case) -> list[Any]:
 
 
 def _shown(case: Case) -> str:
-    return "rank {0} on {1}x{2} ranks, {3:,} parameters, reshard_after_forward={4}".format(*case)
+    return "rank {} on {}x{} ranks, {:,} parameters, reshard_after_forward={}".format(*case)
