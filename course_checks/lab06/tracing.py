@@ -54,7 +54,7 @@ CASES = {
     ),
     "copies on the gathers' thread": (("0000011111111", "aaaa.bbbbbb..", ".~~~.~~~~~...", "....F......FF"),) * 3,
     "each unit is called twice": (("0000001100000111111", "aaa.bb..ccc..dddd..", "...FFFFF...FF....FF"),) * 2,
-    "two threads, nested labels": (("0001111111", "LL.LLLL...", "aa.bbbb...", "..F....FFF", "..G....GGG"),) * 2,
+    "two threads, nested labels": (("0001111111", "L..LLLL...", "aa.bbbb...", "..F....FFF", "..G....GGG"),) * 2,
 }
 SLIPS = {
     "compute on a thread that has gathers is a copy, and belongs to them": "copies",
