@@ -37,32 +37,32 @@ def losses(series: Mapping[str, Sequence[float]], *, title: str = "Loss of the g
     return picture(figure, f"{title}, by optimizer step: {ends}.")
 
 
-def timeline(spans_by_rank: Sequence[Sequence[Any]], *, title: str, names: Sequence[str] = ()) -> Picture:
+def timeline(
+    spans_by_rank: Sequence[Sequence[Any]], *, title: str, names: Sequence[str] = (), sends: str = "all-reduces"
+) -> Picture:
     """What each rank computes (upper bar) and what it has on the wire (lower bar), over the milliseconds of one step.
 
     Args:
         spans_by_rank: for each rank, spans with ``kind``, ``start`` and ``end`` in seconds on one clock.
-        names: of the pairs of bars, "rank 0" and so on by default.
+        names, sends: of the pairs of bars, "rank 0" and so on by default; the verb of the lower one.
     """
-    names = names or [f"rank {rank}" for rank in range(len(spans_by_rank))]
     ranks = len(spans_by_rank)
+    names = names or [f"rank {rank}" for rank in range(ranks)]
     if not any(span.kind in KINDS for spans in spans_by_rank for span in spans):
         raise ValueError(f"There is nothing to draw: give for each rank spans of {', '.join(KINDS)} (see trace_step).")
     zero = min(span.start for spans in spans_by_rank for span in spans)
     figure, (axis,) = new_figure(height=1.1 + 0.85 * ranks, grid="")
-    ticks, labels, shown = [], [], set()
+    ticks, labels, shown = [], [], {span.kind for spans in spans_by_rank for span in spans}
     for rank, spans in enumerate(spans_by_rank):
         base = (ranks - 1 - rank) * 2.4
         for span in spans if len(spans) < MANY else joined(spans, 1e-3 * (max(s.end for s in spans) - zero)):
             if span.kind not in KINDS:
                 continue
-            colour, hatch = KINDS[span.kind]
-            shown.add(span.kind)
-            low = base + (0 if span.kind == "collective" else 1.0)
+            look = dict(zip(("facecolors", "hatch"), KINDS[span.kind], strict=True))
             bar = [((span.start - zero) * 1e3, (span.end - span.start) * 1e3)]
-            axis.broken_barh(bar, (low, 0.85), facecolors=colour, edgecolor="white", hatch=hatch, linewidth=0.4)
+            axis.broken_barh(bar, (base + (span.kind != "collective"), 0.85), edgecolor="white", linewidth=0.4, **look)
         ticks += [base + 1.4, base + 0.4]
-        labels += [f"{names[rank]} computes", f"{names[rank]} all-reduces"]
+        labels += [f"{names[rank]} computes", f"{names[rank]} {sends}"]
     axis.set_yticks(ticks, labels)
     axis.set(xlabel="time (ms)", title=title)
     legend_below(figure, {kind: patch(*look) for kind, look in KINDS.items() if kind in shown})
