@@ -17,11 +17,9 @@ from course_checks.harness import Contract, LiveTensors, NotYet, fresh_seed, nam
 from course_checks.lab06.common import chunk_rows, lab
 from course_lib.observe.collectives import Collective, record_collectives
 
-WIDTH = 61
 SIZES = ((201, 2), (185, 5), (217, 1), (193, 3), (209, 7))  # rows of the modules' matrices; some are fewer than ranks
 FROZEN = 2  # the module that is not trained; gradients must pass through it all the same
-STEPS = 2  # in the last one backward() runs twice
-SLACK = 22_000  # bytes of activations; the smallest module's matrix has twice as many
+WIDTH, SLACK = 61, 22_000  # SLACK: bytes of activations; the smallest module's matrix has twice as many
 SHARD, VIEW, KEPT = "a shard", "the storage of a shard", "what is alive at rest"
 WHOLE, INSIDE = "a gathered parameter", "what is alive beyond the shards while it computes"
 AFTER, DONE = "what is alive beyond the shards after its forward", "what is alive beyond the shards after its backward"
@@ -63,8 +61,7 @@ class Chain:
 
     def __init__(self, make: Callable[..., Any], seed: int) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.seed, self.live, self.peak = seed, LiveTensors(), 0
-        self.storages: dict[nn.Parameter, int] = {}
+        self.seed, self.live, self.peak, self.storages = seed, LiveTensors(), 0, {}
         self.contract = Contract(HINTS, {"rank": self.rank, "ranks": self.ranks, "step": 0})
         self.twin = [module(number, seed) for number in range(len(SIZES))]
         self.whole = [sum(p.nbytes for p in block.parameters()) for block in self.twin]
@@ -82,8 +79,7 @@ class Chain:
         return self.contract
 
     def mine(self, whole: torch.Tensor) -> torch.Tensor:
-        rows = chunk_rows(len(whole), self.ranks, self.rank)
-        return whole[rows.start : rows.stop]
+        return whole[list(chunk_rows(len(whole), self.ranks, self.rank))]
 
     def beyond(self, hoped: int = 0) -> int:
         """Bytes alive that were not there before forward; up to `hoped` and SLACK need no second look."""
@@ -113,8 +109,7 @@ class Chain:
         for name, p in self.blocks[number].named_parameters():
             right = self.twin[number].get_parameter(name)
             storage = p.untyped_storage()
-            told = f"{name} has no memory while the module computes: gather() must give it some"
-            contract.holds(storage.nbytes() >= right.nbytes, told)
+            contract.holds(storage.nbytes() >= right.nbytes, f"{name} has no memory while the module computes")
             told = f"{name} has another storage than before, and backward reads the one of forward: fill that one again"
             contract.holds(self.storages.setdefault(p, storage._cdata) == storage._cdata, told)
             contract.values(WHOLE, {name: p}, {name: right}, rtol=2e-4, atol=2e-6)
@@ -142,8 +137,8 @@ class Chain:
         self.traffic(calls, "a forward under no_grad", backwards=0)
 
     def right_step(self, step: int) -> None:
-        """Step 3: forward and backward, once or twice, on this rank's data, against the mean over all ranks' data."""
-        backwards, generator = 1 + (step == STEPS - 1), torch.Generator().manual_seed(self.seed + step)
+        """Step 3: forward and backward, in step 1 twice, on this rank's data, against the mean over all ranks' data."""
+        backwards, generator = 1 + step, torch.Generator().manual_seed(self.seed + step)
         data = torch.randn(self.ranks, backwards, 1, WIDTH, generator=generator, requires_grad=True)
         trained, facts = [p for b in self.twin for p in b.parameters() if p.requires_grad], self.contract.facts
         losses = [backwards * reduce(lambda x, b: x + b(x), self.twin, rows).square().mean() for rows in data]
@@ -179,8 +174,8 @@ class Chain:
             contract.facts |= {"many": len(put) >= 2 * needed, "once": len(put) < needed}
             told = f"{len(put)} calls of {kind} for {len(sizes)} modules, and {times} for each are needed"
             contract.holds(len(put) == needed, told, CALLS)
-            bounds = {"at_least": times * sum(sizes), "at_most": 1.01 * times * sum(sizes)}
-            contract.memory(f"the input of all calls of {kind}", sum(put), **bounds)
+            least = times * sum(sizes)
+            contract.memory(f"the input of {kind}", sum(put), at_least=least, at_most=1.01 * least)
 
 
 @torch.no_grad()
@@ -211,7 +206,7 @@ def on_a_rank(make: Callable[..., Any], seed: int) -> dict[str, Any]:
         seen["right"].append(f"each of {chain.ranks} ranks keeps at most {chain.rest:,} of {sum(chain.whole):,} bytes")
         chain.right_forward()
         seen["right"].append(f"{chain.peak:,} while a module computes")
-        for step in range(STEPS):
+        for step in range(2):
             chain.right_step(step)
     except RuntimeError as error:
         if "inplace operation" in str(error):
