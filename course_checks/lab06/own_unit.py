@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector as vector
 
 from course_checks.harness import Contract, LiveTensors, NotYet, fresh_seed, named_seed, run_ranks
-from course_checks.lab06.common import chunk_rows, lab
+from course_checks.lab06.common import lab
 from course_lib.observe.collectives import Collective, record_collectives
 
 SIZES = ((201, 2), (185, 5), (217, 1), (193, 3), (209, 7))  # rows of the modules' matrices; some are fewer than ranks
@@ -79,7 +79,7 @@ class Chain:
         return self.contract
 
     def mine(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole[list(chunk_rows(len(whole), self.ranks, self.rank))]
+        return (*whole.chunk(self.ranks), *[whole[:0]] * self.ranks)[self.rank]  # there may be fewer chunks than ranks
 
     def beyond(self, hoped: int = 0) -> int:
         """Bytes alive that were not there before forward; up to `hoped` and SLACK need no second look."""
@@ -170,11 +170,10 @@ class Chain:
         strange = " ".join({call.kind for call in calls} - kinds.keys())
         contract.holds(not strange, f"it calls {strange}; all_gather and reduce_scatter are enough", strange)
         for (kind, sizes), times in zip(kinds.items(), (2 * backwards or 1, backwards), strict=True):
-            put, needed = [call.bytes for call in calls if call.kind == kind], times * len(sizes)
+            put, needed, least = [c.bytes for c in calls if c.kind == kind], times * len(sizes), times * sum(sizes)
             contract.facts |= {"many": len(put) >= 2 * needed, "once": len(put) < needed}
             told = f"{len(put)} calls of {kind} for {len(sizes)} modules, and {times} for each are needed"
             contract.holds(len(put) == needed, told, CALLS)
-            least = times * sum(sizes)
             contract.memory(f"the input of {kind}", sum(put), at_least=least, at_most=1.01 * least)
 
 
