@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY, LENGTH, STEPS = 65, 16, 16
-SIZES = dict(hidden_size=35, intermediate_size=77, num_hidden_layers=3, num_attention_heads=5, num_key_value_heads=1)
+SIZES = dict(hidden_size=35, intermediate_size=77, num_hidden_layers=2, num_attention_heads=5, num_key_value_heads=1)
 
 
 def batch_of(step, rows, seed):  # each row counts from some number on, by ones or by twos
@@ -80,6 +80,6 @@ def main(folder, batch_size, accumulate, max_norm, save_every, seed):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", required=True)
-    for name, value in {"batch_size": 12, "accumulate": 2, "max_norm": 0.5, "save_every": 4, "seed": 0}.items():
+    for name, value in {"batch_size": 48, "accumulate": 4, "max_norm": 1.0, "save_every": 4, "seed": 0}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     main(**vars(parser.parse_args()))
