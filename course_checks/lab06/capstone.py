@@ -38,15 +38,18 @@ HINTS = {
     "a save tore the only checkpoint: write a new folder, then rename it": lambda f: f["in place"],
     "is that the folder which the killed run was writing?": lambda f: "metadata" in f["raised"] and f["done"],
     "without fully_shard(model) the rest stays whole": lambda f: "mixed" in f["raised"],
-    "as text, step-5 comes after step-10": lambda f: f["steps"] == STEPS - SAVE_EVERY,
+    "make the optimizer after sharding, which makes new parameters": lambda f: f["strangers"],
+    "as text, step-5 comes after step-10": lambda f: f["done"] and f["begins"] == SAVE_EVERY,
     "is the scheduler, which counts the steps, in the checkpoint?": lambda f: (
-        f["clause"] in ("steps", LR) and f["done"]
+        f["done"] and (f["begins"] == 0 or f["clause"] == LR)
     ),
-    "each rank clips by its own rows' norm": lambda f: f[NORM] > 1.01 * MAX_NORM,
+    "does all come back, weights and both moments?": lambda f: f["clause"] == NORM and f["done"],
+    "is it the norm of all ranks' rows that clips?": lambda f: f[NORM] > 1.01 * MAX_NORM,
     "the mean over micro-batches is yours, FSDP takes the ranks'": lambda f: f["clause"] == NORM and f["step"] == 1,
-    "zero_grad()?": lambda f: f["clause"] == NORM,
+    "zero_grad()? --max-norm?": lambda f: f["clause"] == NORM,
     "is it the mean over micro-batches and ranks?": lambda f: f["clause"] == LOSS,
 }
+Steps = list[dict[str, Any]]  # what the witness wrote, a line per optimizer step
 start = functools.partial(scripts.start, ONE_GPU)
 
 
@@ -127,25 +130,24 @@ def _leave_the_group() -> Any:
 def fully_sharded(path: Callable[[], Any]) -> str:
     """By what the script does: one process's training on 2 ranks, killed in a save, and resumed on 2 and on 3."""
     script, (seed, alone, losses, weights) = scripts.script_of(path()), one_process()
+    facts: dict[str, Any] = {"done": 0}
     with tempfile.TemporaryDirectory() as folder:
-        facts: dict[str, Any] = {"done": 0}
-        seen, in_place = _run(script, f"{folder}/run", 2, facts, seed, DIES_AT)
+        seen, in_place = _run(script, f"{folder}/run", 2, seed, alone, facts, DIES_AT)
         _right(seen, alone, facts)
         if in_place is None:
             raise NotYet(f"after step {DIES_AT} rank 1 writes no checkpoint: every rank calls dcp.save()")
         facts |= {"done": SAVED_AT, "in place": in_place}
         shutil.copytree(f"{folder}/run", f"{folder}/again")
         for where, ranks in ((f"{folder}/again", 2), (f"{folder}/run", 3)):
-            seen, _ = _run(script, where, ranks, facts, seed)
+            seen, _ = _run(script, where, ranks, seed, alone, facts)
             _right(seen, alone[SAVED_AT:], facts)
             contract = Contract(HINTS, facts, f"{ranks} ranks, resumed after step {SAVED_AT}")
             logged = scripts.logged_losses(where, saved_at=SAVED_AT, steps=STEPS)
             contract.values(LOSS, logged, losses, rtol=1e-3)
             lines = [json.loads(line) for line in Path(where, "losses.jsonl").read_text().splitlines()]
-            again = [line for line in lines if ranks == 2 and line["loss"] != logged[line["step"] - 1]]
-            told = f"2 ranks' loss was {again[:1]} before the crash, and not the same bits after it"
-            contract.holds(not again, told)
-            contract.holds(len(lines) > STEPS, "no step before the crash is in losses.jsonl: log each at once")
+            contract.holds(len(lines) > STEPS, "losses.jsonl has no step of before the crash again: log each at once")
+            other = [line for line in lines if ranks == 2 and line["loss"] != logged[line["step"] - 1]]
+            contract.holds(not other, f"before the crash {other[:1]} was logged, and then not the same bits")
             contract.values("model.safetensors", _exported(where), weights, rtol=1e-3, atol=1e-4)
     held = f"{seen[0][-1]['weights']:,} bytes of weights and {seen[0][-1]['moments']:,} of moments"
     return (
@@ -155,11 +157,11 @@ def fully_sharded(path: Callable[[], Any]) -> str:
 
 
 @functools.cache
-def one_process() -> tuple[int, list[dict[str, Any]], list[float], dict[str, torch.Tensor]]:
+def one_process() -> tuple[int, Steps, list[float], dict[str, torch.Tensor]]:
     """A seed, and the script for one GPU in one process: its steps, its losses, its weights."""
     with tempfile.TemporaryDirectory() as folder:
         seed = fresh_seed()
-        steps = _run(ONE_GPU, folder, 1, {}, seed)[0][0]
+        steps = _run(ONE_GPU, folder, 1, seed, [], {})[0][0]
         return seed, steps, scripts.logged_losses(folder, saved_at=STEPS, steps=STEPS), _exported(folder)
 
 
@@ -170,44 +172,47 @@ def _exported(folder: str) -> dict[str, torch.Tensor]:
 
 
 def _run(
-    script: Path, folder: str, ranks: int, facts: dict[str, Any], seed: int, dies_at: int = 0
-) -> tuple[list[list[dict[str, Any]]], bool | None]:
-    """What each rank's steps looked like; if it died in a save, whether a complete checkpoint was in that folder."""
+    script: Path, folder: str, ranks: int, seed: int, alone: Steps, facts: dict[str, Any], dies_at: int = 0
+) -> tuple[list[Steps], bool | None]:
+    """Each rank's steps; where rank 1 died in a save, whether a complete checkpoint was in that folder."""
     Path(folder).mkdir(exist_ok=True)
+    failed: NotYet | RankFailed | None = None
     with tempfile.TemporaryDirectory() as notes, mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
-        died = Path(notes, "died")
         try:
             run_ranks(watch, str(script), folder, notes, seed, dies_at, ranks=ranks, timeout=45.0)
-        except (NotYet, RankFailed) as failed:
-            if not died.exists():
-                if isinstance(failed, NotYet) or not failed.where:
-                    raise
-                facts["raised"] = f"{failed.cause_type}: {failed.cause_message}"
-                told = f"your script raised {facts['raised'][:300]} on rank {failed.rank} of {ranks} at {failed.where}"
-                raise Contract(HINTS, facts).broken(told) from failed
+        except (NotYet, RankFailed) as error:
+            failed = error
         files = [Path(notes, f"rank{rank}.jsonl") for rank in range(ranks)]
         seen = [[json.loads(line) for line in f.read_text().splitlines()] if f.exists() else [] for f in files]
-        return seen, json.loads(died.read_text()) if died.exists() else None
+        died = json.loads(Path(notes, "died").read_text()) if Path(notes, "died").exists() else None
+    for first in seen[0][:1]:
+        begins = [done for done, right in enumerate(alone) if all(row in right["rows"] for row in first["rows"])]
+        facts |= {"strangers": first["strangers"], "begins": begins[0] if begins else None}
+    if isinstance(failed, RankFailed) and failed.where and died is None:
+        facts["raised"] = failed.cause_message
+        told = f"your script raised {failed.cause_type} on rank {failed.rank} of {ranks} at {failed.where}"
+        raise Contract(HINTS, facts).broken(f"{told}: {failed.cause_message.splitlines()[0]}") from failed
+    if failed and died is None:
+        raise failed
+    return seen, died
 
 
-def _right(seen: list[list[dict[str, Any]]], expected: list[dict[str, Any]], facts: dict[str, Any]) -> None:
+def _right(seen: list[Steps], expected: Steps, facts: dict[str, Any]) -> None:
     """Whether every rank's steps are the expected ones; a killed run may miss the last."""
     ranks, done = len(seen), facts["done"]
     for rank, steps in enumerate(seen):
         about = f"rank {rank} of {ranks}" + (f", resumed after step {done}" if done else "")
-        contract, least = Contract(HINTS, facts | {"steps": len(steps)}, about), STEPS - done if done else DIES_AT
-        contract.holds(
-            least <= len(steps) <= STEPS - done, f"the optimizer steps {len(steps)} times, not {least}", "steps"
-        )
+        contract, least = Contract(HINTS, facts, about), STEPS - done if done else DIES_AT
+        contract.holds(least <= len(steps) <= STEPS - done, f"the optimizer steps {len(steps)} times, not {least}")
         for number, (step, right, *together) in enumerate(zip(steps, expected, *seen, strict=False), start=done + 1):
             contract.about, contract.facts["step"] = f"{about}, step {number}", number
             units = f"{step['units']} units, not {BLOCKS + 1}: fully_shard each block, then the model for the rest"
             contract.holds(step["units"] > BLOCKS, units)
-            strangers = f"{step['strangers']} of the optimizer's tensors are not the model's: make it after sharding"
-            contract.holds(not step["strangers"], strangers)
+            contract.holds(not step["strangers"], f"{step['strangers']} of the optimizer's tensors are not the model's")
             mine, most = (_elements(right["shapes"], ranks, of) for of in (rank, 0))
             for what, each in (("weights", 4), ("moments", 8)):
-                contract.memory(f"its share of the {what}", step[what], at_least=0.8 * each * mine, at_most=each * most)
+                about_it = f"its share of the {what}"
+                contract.memory(about_it, step[what], at_least=0.8 * each * mine, at_most=each * most)
             micro = BATCH // ACCUMULATE // ranks
             contract.holds(step["at_once"] == micro, f"{step['at_once']} rows go through at once, not {micro}")
             contract.values(LR, step["lr"], right["lr"], rtol=1e-6)
@@ -219,5 +224,5 @@ def _right(seen: list[list[dict[str, Any]]], expected: list[dict[str, Any]], fac
 
 
 def _elements(shapes: list[list[int]], ranks: int, rank: int) -> int:
-    """Of the rows of all weights those that FSDP2 leaves to a rank."""
+    """Of all weights' rows those that FSDP2 leaves to a rank."""
     return sum(len(chunk_rows(shape[0], ranks, rank)) * math.prod(shape[1:]) for shape in shapes)
