@@ -1,0 +1,217 @@
+"""Lab 6, exercise 6: a script for one GPU on FSDP2, killed while it saves, and resumed on two ranks and on three."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import runpy
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from course_checks.harness import Contract, NotYet, fresh_seed, run_ranks, scripts
+from course_checks.lab06.common import chunk_rows, lab
+from course_lib.launch import RankFailed
+from course_lib.notebook.contents import ROOT
+
+ONE_GPU = ROOT / "labs" / "06_fsdp" / "one_gpu.py"
+BATCH, ACCUMULATE, STEPS, SAVE_EVERY, BLOCKS, MAX_NORM = 24, 2, 16, 5, 2, 1.1
+OPTIONS = f"--batch-size {BATCH} --accumulate {ACCUMULATE} --save-every {SAVE_EVERY} --max-norm {MAX_NORM}".split()
+SAVED_AT, DIES_AT = 2 * SAVE_EVERY, 3 * SAVE_EVERY
+LR, NORM, LOSS = "the learning rate", "the gradient norm", "the loss of a step"
+HINTS = {
+    "a save tore the only checkpoint: write a new folder, then rename it": lambda f: f["in place"],
+    "is that the folder which the killed run was writing?": lambda f: "metadata" in f["raised"] and f["done"],
+    "without fully_shard(model) the rest stays whole": lambda f: "mixed" in f["raised"],
+    "make the optimizer after sharding, which makes new parameters": lambda f: f["strangers"],
+    "as text, step-5 comes after step-10": lambda f: f["done"] and f["begins"] == SAVE_EVERY,
+    "is the scheduler, which counts the steps, in the checkpoint?": lambda f: f["done"] and f["begins"] == 0,
+    "does all come back, the optimizer's rate and moments, too?": lambda f: f["done"] and f["clause"] in (LR, NORM),
+    "is it the norm of all ranks' rows that clips?": lambda f: f[NORM] > 1.01 * MAX_NORM,
+    "is the mean over micro-batches yours, the ranks' FSDP's?": lambda f: f["clause"] == NORM and f["step"] == 1,
+    "zero_grad()? --max-norm?": lambda f: f["clause"] == NORM,
+    "is it the mean over micro-batches and ranks?": lambda f: f["clause"] == LOSS,
+}
+Steps = list[dict[str, Any]]  # what the witness wrote, a line per optimizer step
+start = functools.partial(scripts.start, ONE_GPU)
+
+
+def watch(script: str, folder: str, notes: str, seed: int, dies_at: int) -> None:
+    """Run a script as torchrun would, and note each optimizer step. At `dies_at` rank 1 dies in its save, after rank 0's."""
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.fsdp import FSDPModule
+    from transformers.models.llama import LlamaForCausalLM
+
+    rank, model, written, steps = dist.get_rank(), nn.Module(), Path(notes, "written"), 0
+    seen, store = {"rows": []}, _leave_the_group()
+
+    def forward(module: nn.Module, args: Any) -> None:
+        nonlocal model
+        if isinstance(module, LlamaForCausalLM):
+            model = module
+        elif isinstance(module, nn.Embedding) and torch.is_grad_enabled():
+            seen["rows"].append(args[0][:, :2].tolist())
+
+    def step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal steps
+        if not seen["rows"]:  # get_state_dict() makes a step, too, on a fresh optimizer
+            return
+        steps, weights = steps + 1, list(model.parameters())
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        moments = [t for state in optimizer.state.values() for t in state.values() if getattr(t, "ndim", 0)]
+        seen["squares"] = sum(_local(p.grad).double().square().sum().item() for p in stepped if p.grad is not None)
+        seen["lr"] = float(optimizer.param_groups[0]["lr"])
+        seen["units"] = sum(isinstance(module, FSDPModule) for module in model.modules())
+        seen["strangers"] = len({id(p) for p in stepped} - {id(p) for p in weights})
+        seen["weights"], seen["moments"] = (sum(_local(t).nbytes for t in part) for part in (weights, moments))
+        seen["shapes"] = [p.shape for p in weights]
+        with open(f"{notes}/rank{rank}.jsonl", "a") as file:
+            file.write(json.dumps(seen) + "\n")
+        seen["rows"] = []
+
+    def save(writer: FileSystemWriter, *args: Any, **kwargs: Any) -> Any:
+        last = dies_at and steps >= dies_at
+        if last and rank == 1:
+            in_place = Path(writer.path, ".metadata").exists()
+            while not written.exists():
+                time.sleep(0.01)
+            Path(notes, "died").write_text(json.dumps(in_place))
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = write_data(writer, *args, **kwargs)
+        if last:
+            written.touch()
+        return result
+
+    write_data, FileSystemWriter.write_data = FileSystemWriter.write_data, save
+    register_module_forward_pre_hook(forward)
+    register_optimizer_step_post_hook(step)
+    sys.argv = [script, "--folder", folder, "--seed", str(seed), *OPTIONS]
+    runpy.run_path(script, run_name="__main__")
+    del store
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _leave_the_group() -> Any:
+    """The script makes the process group, as under torchrun. Rank 0 keeps the store where the ranks meet."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
+    port = torch.tensor(store.port if store else 0)
+    dist.all_reduce(port)
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.item()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return store
+
+
+@lab.exercise("One script, fully sharded", importance=5, difficulty=4, minutes=30)
+def fully_sharded(path: Callable[[], Any]) -> str:
+    """By what the script does: one process's training on 2 ranks, killed in a save, and resumed on 2 and on 3."""
+    script, (seed, alone, losses, weights) = scripts.script_of(path()), one_process()
+    facts = {"done": 0, "seed": seed, "alone": alone}
+    with tempfile.TemporaryDirectory() as folder:
+        seen, in_place = _run(script, f"{folder}/run", 2, facts, DIES_AT)
+        _right(seen, facts)
+        if in_place is None:
+            raise NotYet(f"after step {DIES_AT} rank 1 writes no checkpoint: every rank calls dcp.save()")
+        facts |= {"done": SAVED_AT, "in place": in_place}
+        shutil.copytree(f"{folder}/run", f"{folder}/again")
+        for where, ranks in ((f"{folder}/again", 2), (f"{folder}/run", 3)):
+            seen, _ = _run(script, where, ranks, facts)
+            _right(seen, facts)
+            contract = Contract(HINTS, facts, f"{ranks} ranks, resumed after step {SAVED_AT}")
+            logged = scripts.logged_losses(where, saved_at=SAVED_AT, steps=STEPS)
+            contract.values(LOSS, logged, losses, rtol=1e-4)
+            if ranks == 2:  # the other copy's log still ends with the crash
+                lines = map(json.loads, Path(folder, "run", "losses.jsonl").read_text().splitlines())
+                other = [line for line in lines if line["loss"] != logged[line["step"] - 1]]
+                contract.holds(not other, f"before the crash {other[:1]} was logged, and then not the same bits")
+            contract.values("model.safetensors", _exported(where), weights, rtol=1e-3, atol=1e-4)
+    held = f"{seen[0][-1]['weights']:,} bytes of {alone[0]['weights']:,} of weights, twice as much of Adam's moments"
+    told = f"killed while it saved step {DIES_AT}; from step {SAVED_AT} on 2 ranks log the same bits as before, and 3 "
+    return f"{told}end with one process's losses and weights. Each of 3 holds {held}"
+
+
+@functools.cache
+def one_process() -> tuple[int, Steps, list[float], dict[str, torch.Tensor]]:
+    """A seed, and the script for one GPU in one process: its steps, its losses, its weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        steps = _run(ONE_GPU, folder, 1, {"seed": (seed := fresh_seed()), "alone": []})[0][0]
+        return seed, steps, scripts.logged_losses(folder, saved_at=STEPS, steps=STEPS), _exported(folder)
+
+
+def _exported(folder: str) -> dict[str, torch.Tensor]:
+    if not (file := Path(folder, "model", "model.safetensors")).exists():
+        raise NotYet("no model.safetensors in {folder}/model: at the end rank 0 calls save_pretrained()")
+    return load_file(file)
+
+
+def _run(script: Path, folder: str, ranks: int, facts: dict, dies_at: int = 0) -> tuple[list[Steps], bool | None]:
+    """Each rank's steps; where rank 1 died in a save, whether a complete checkpoint was in that folder."""
+    Path(folder).mkdir(exist_ok=True)
+    failed: NotYet | RankFailed | None = None
+    with tempfile.TemporaryDirectory() as notes, mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
+        try:
+            run_ranks(watch, str(script), folder, notes, facts["seed"], dies_at, ranks=ranks, timeout=45.0)
+        except (NotYet, RankFailed) as error:
+            failed = error
+        files = [Path(notes, f"rank{rank}.jsonl") for rank in range(ranks)]
+        seen = [[json.loads(line) for line in f.read_text().splitlines()] if f.exists() else [] for f in files]
+        died = json.loads(Path(notes, "died").read_text()) if Path(notes, "died").exists() else None
+    for first in seen[0][:1]:
+        begins = [done for done, right in enumerate(facts["alone"]) if all(row in _rows(right) for row in _rows(first))]
+        facts |= {"strangers": first["strangers"], "begins": begins[0] if begins else None}
+    if isinstance(failed, RankFailed) and failed.where and died is None:
+        facts["raised"] = failed.cause_message
+        told = f"your script raised {failed.cause_type} on rank {failed.rank} of {ranks} at {failed.where}"
+        raise Contract(HINTS, facts).broken(f"{told}: {failed.cause_message.splitlines()[0]}") from failed
+    if failed and died is None:
+        raise failed
+    return seen, died
+
+
+def _rows(*steps: dict[str, Any]) -> list[list[int]]:
+    return sorted(row for step in steps for rows in step["rows"] for row in rows)
+
+
+def _right(seen: list[Steps], facts: dict[str, Any]) -> None:
+    """Whether every rank's steps are the expected ones; a killed run may miss the last."""
+    ranks, done, expected = len(seen), facts["done"], facts["alone"][facts["done"] :]
+    for rank, steps in enumerate(seen):
+        about = f"rank {rank} of {ranks}" + (f", resumed after step {done}" if done else "")
+        contract, least = Contract(HINTS, facts, about), STEPS - done if done else DIES_AT
+        contract.holds(least <= len(steps) <= STEPS - done, f"the optimizer steps {len(steps)} times, not {least}")
+        for number, (step, right, *together) in enumerate(zip(steps, expected, *seen, strict=False), start=done + 1):
+            contract.about, contract.facts["step"] = f"{about}, step {number}", number
+            units = f"{step['units']} units, not {BLOCKS + 1}: fully_shard each block, then the model for the rest"
+            contract.holds(step["units"] > BLOCKS, units)
+            contract.holds(not step["strangers"], f"{step['strangers']} of the optimizer's tensors are not the model's")
+            for what, each in (("weights", 4), ("moments", 8)):  # the first rank has the most rows
+                least, most = (each * _elements(right["shapes"], ranks, of) for of in (rank, 0))
+                contract.memory(f"its share of {what}", step[what], at_least=0.8 * least, at_most=most)
+            micro, most_rows = BATCH // ACCUMULATE // ranks, max(map(len, step["rows"]))
+            contract.holds(most_rows == micro, f"{most_rows} rows go through at once, not {micro}")
+            contract.values(LR, step["lr"], right["lr"], rtol=1e-6)
+            told = "the ranks' rows are not those of the step's batch, each once: does each rank take its own share?"
+            contract.holds(_rows(*together) == _rows(right), told)
+            norm = sum(each["squares"] for each in together) ** 0.5
+            contract.values(NORM, norm, right["squares"] ** 0.5, rtol=1e-4)
+
+
+def _elements(shapes: list[list[int]], ranks: int, rank: int) -> int:
+    return sum(len(chunk_rows(shape[0], ranks, rank)) * math.prod(shape[1:]) for shape in shapes)
