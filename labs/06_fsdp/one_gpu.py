@@ -25,6 +25,7 @@ def main(folder, batch_size, accumulate, max_norm, save_every, seed):
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, head_dim=10, use_cache=False, **SIZES)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-5)
     scheduler = LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+    Path(folder).mkdir(exist_ok=True)
     saved = sorted(Path(folder).glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
     if saved:
         for part, state in zip((model, optimizer, scheduler), torch.load(saved[-1]), strict=True):

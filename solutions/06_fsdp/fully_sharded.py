@@ -43,6 +43,7 @@ def main(folder, batch_size, accumulate, max_norm, save_every, seed):
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-5)
     scheduler = LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+    Path(folder).mkdir(exist_ok=True)
     saved = sorted(Path(folder).glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
     if saved:
         state = state_of(model, optimizer, scheduler)
