@@ -42,12 +42,12 @@ ROOMS = {
     "course_tools/monitoring": (744, 450),
     "course_tools/doctor": (718, 450),
     "course_tools": (151, 150),  # where to go on, and the notebook there
-    "course_checks/harness": (1177, 700),  # clauses and hints; what two labs' scripts share came from lab 4
-    "course_checks": (10442, 3850),  # labs 4 and 5 run on ranks
+    "course_checks/harness": (1203, 700),  # clauses and hints; what labs share came from labs 4 and 5
+    "course_checks": (9968, 3850),  # labs 4 to 6 run on ranks
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
-    "tests/planted": (2873, 1300),
+    "tests/planted": (2684, 1300),
     "tests": (
-        14846,
+        14821,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser
     "benchmarks": (2334, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one

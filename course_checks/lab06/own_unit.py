@@ -178,7 +178,7 @@ class Chain:
 
 
 @torch.no_grad()
-def call(method: Callable[[], Any], *_: Any) -> None:
+def as_hook(method: Callable[[], Any], *_: Any) -> None:
     """As a hook, which must not return anything."""
     method()
 
@@ -186,14 +186,14 @@ def call(method: Callable[[], Any], *_: Any) -> None:
 def wire(block: nn.Module, unit: Any, *, trained: bool) -> None:
     """Call the unit's methods at their moments."""
     parameters = list(block.parameters())
-    block.register_forward_pre_hook(partial(call, unit.gather))
-    block.register_forward_hook(partial(call, unit.free))
-    block.register_full_backward_pre_hook(partial(call, unit.gather))
-    last = partial(call, lambda: all(p.grad is not None for p in parameters) and unit.reduce())
+    block.register_forward_pre_hook(partial(as_hook, unit.gather))
+    block.register_forward_hook(partial(as_hook, unit.free))
+    block.register_full_backward_pre_hook(partial(as_hook, unit.gather))
+    last = partial(as_hook, lambda: all(p.grad is not None for p in parameters) and unit.reduce())
     for p in parameters if trained else ():
         p.register_post_accumulate_grad_hook(last)
     if not trained:
-        block.register_full_backward_hook(partial(call, unit.free))
+        block.register_full_backward_hook(partial(as_hook, unit.free))
 
 
 def on_a_rank(make: Callable[..., Any], seed: int) -> dict[str, Any]:

@@ -224,7 +224,7 @@ def repaired():
 
     return Other
 """
-_CLIPPED = '''
+_CLIPPED = """
 def first_change(traces):
     def union(spans):
         result = []
@@ -264,13 +264,19 @@ def first_change(traces):
     n = len(traces)
     seconds, change = max((sum(balance) / n, "balance"), (sum(prefetch) / n, "prefetch"), (sum(bf16) / n, "bf16"))
     return [max(units, key=units.get), change, seconds]
-'''
-_RANGES = '''
+"""
+_RANGES = """
 import numpy as np
 
 def hybrid(rank, replicate, shard, parameters, reshard):
     first = rank // shard * shard
     across = torch.tensor(2 * (replicate - 1) * (parameters * 4 // shard // replicate))
     return range(first, first + shard), np.arange(rank % shard, replicate * shard, shard), np.int64((shard - 1) * (parameters // shard) * (8 if reshard else 6)), across
-'''
-RIGHT = {"own_unit": [_LISTS], "repaired": [_OTHER], "clip_sharded": [_DOUBLE], "first_change": [_CLIPPED], "hybrid": [_RANGES]}
+"""
+RIGHT = {
+    "own_unit": [_LISTS],
+    "repaired": [_OTHER],
+    "clip_sharded": [_DOUBLE],
+    "first_change": [_CLIPPED],
+    "hybrid": [_RANGES],
+}
