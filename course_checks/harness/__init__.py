@@ -42,6 +42,7 @@ __all__ = [
     "fresh_seed",
     "in_bytes",
     "judge",
+    "learnable_tokens",
     "live_bytes",
     "named_mistake",
     "named_seed",
@@ -66,7 +67,7 @@ __all__ = [
 
 _WITH_TORCH = {
     "tensors": ("LiveTensors", "bytes_behind_views", "live_bytes", "settled_bytes", "tensors_in"),
-    "values": ("fresh", "fresh_seed", "named_seed"),
+    "values": ("fresh", "fresh_seed", "learnable_tokens", "named_seed"),
 }
 
 

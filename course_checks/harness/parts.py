@@ -16,8 +16,10 @@ def put_together(parts: Callable[[], Any], colleagues: type) -> Any:
     return repaired()
 
 
-def healthy_untouched(repaired: Any, colleagues: type, healthy: Iterable[str]) -> None:
+def healthy_untouched(repaired: type, colleagues: type, healthy: Iterable[str]) -> None:
     """Raise NotYet where a part that works was replaced as well."""
-    touched = [name for name in healthy if getattr(type(repaired), name) is not getattr(colleagues, name)]
+    touched = [f"`{name}`" for name in healthy if getattr(repaired, name) is not getattr(colleagues, name)]
     if touched:
-        raise NotYet(f"all is right, and `{' '.join(touched)}` was healthy: change only what is broken")
+        raise NotYet(
+            f"all is right now, but you also replaced a healthy part, {', '.join(touched)}: change only what is broken"
+        )

@@ -77,7 +77,7 @@ class LiveTensors(TorchDispatchMode):
             gc.collect()
         return [new for new in held if not new.storage.expired()]
 
-    def bytes(self, hoped: float = float("inf"), patience: float = 0.02) -> int:
+    def bytes(self, hoped: float = float("inf"), patience: float = PATIENCE) -> int:
         """Bytes alive; looks again for a moment while they are more than `hoped`."""
         return _settled(self._count, hoped, patience)
 

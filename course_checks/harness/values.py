@@ -24,6 +24,12 @@ def fresh(shape: tuple[int, ...], seed: int, rank: int = 0, *, dtype: torch.dtyp
     return (values * signs).to(dtype)
 
 
+def learnable_tokens(rows: int, length: int, vocabulary: int, seed: int) -> torch.Tensor:
+    """Tokens (rows, length), each of which follows from the one before, so that there is something to learn."""
+    first = torch.randint(vocabulary, (rows, 1), generator=torch.Generator().manual_seed(seed))
+    return torch.cat([(first * 3**n + (3**n - 1) // 2) % vocabulary for n in range(length)], 1)
+
+
 @contextmanager
 def named_seed(seed: int) -> Iterator[None]:
     """Let a NotYet inside the block say with which seed the values were made."""

@@ -161,7 +161,7 @@ def repaired(repaired: Callable[[], Any]) -> str:
             size = 4 * flat(Regressor().parameters()).numel()
             sent = sum(c.bytes for phase in phases(run, 0)[1:] for c in phase)
             contract.memory(f"rank 0 in {STEPS} steps", sent, at_least=STEPS * size, at_most=(STEPS + 1) * size + 256)
-    healthy_untouched(put_together(repaired, Training), Training, HEALTHY)
+    healthy_untouched(repaired(), Training, HEALTHY)
     return f"the training of one process on 2 and 3 ranks; {contract.evidence()}"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import runpy
 import shutil
 import signal
 import sys
@@ -82,8 +81,7 @@ def watch(script: str, folder: str, notes: str, dies_at: int) -> None:
         register_optimizer_step_post_hook(lambda *_: write())
     else:
         _watch_engine(write)
-    sys.argv = [script, "--folder", folder, *OPTIONS]
-    runpy.run_path(script, run_name="__main__")
+    scripts.run_as_main(script, "--folder", folder, *OPTIONS)
 
 
 def _watch_engine(write: Callable[..., None]) -> None:

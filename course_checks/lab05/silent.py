@@ -10,7 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_checks.harness import Contract, fresh_seed, healthy_untouched, named_seed, put_together, returned
+from course_checks.harness import (
+    Contract,
+    fresh_seed,
+    healthy_untouched,
+    learnable_tokens,
+    named_seed,
+    put_together,
+    returned,
+)
 from course_checks.lab05.common import LENGTH, SLACK, VOCAB, Tied, lab, next_token_loss, trained, under_deepspeed
 from course_lib.notebook import table
 from course_lib.notebook.page import Page
@@ -66,9 +74,7 @@ HEALTHY = ("optimizer", "share")
 
 
 def batch_of(seed: int, step: int) -> torch.Tensor:
-    """Tokens (rows, length), each of which follows from the one before, so that there is something to learn."""
-    tokens = torch.randint(VOCAB, (ROWS, 1), generator=torch.Generator().manual_seed(seed + step))
-    return torch.cat([(tokens * 3**n + (3**n - 1) // 2) % VOCAB for n in range(LENGTH)], 1)
+    return learnable_tokens(ROWS, LENGTH, VOCAB, seed + step)
 
 
 def on_a_rank(parts: Callable[[], Any], seed: int) -> dict[str, Any]:
@@ -140,6 +146,6 @@ def repaired(repaired: Callable[[], Any]) -> str:
                 contract.facts["norm"] = lambda f, pairs=pairs: all(abs(a / (f * b) - 1) < 0.01 for a, b in pairs)
                 contract.values("the gradient norm", seen["norms"], seen["right"], rtol=1e-3)
                 contract.values("the loss", seen["losses"], seen["alone"], rtol=1e-4)
-    healthy_untouched(put_together(repaired, Program), Program, HEALTHY)
+    healthy_untouched(repaired(), Program, HEALTHY)
     held = f"{nice_bytes(seen['weights'])} of weights and {nice_bytes(seen['moments'])} of moments"
     return f"one process's losses and gradients on 2 and 3 ranks; each of 3 holds {held}"

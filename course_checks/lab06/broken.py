@@ -19,6 +19,7 @@ from course_checks.harness import (
     Contract,
     fresh_seed,
     healthy_untouched,
+    learnable_tokens,
     named_seed,
     number,
     put_together,
@@ -33,7 +34,7 @@ from course_lib.units import nice_bytes
 
 ROWS, LENGTH, STEPS, MAX_NORM, LR = 12, 24, 4, 0.5, 0.01
 BLOCKS, VOCAB = 4, 61
-WEIGHTS, MOMENTS, KEPT = "a rank's weights", "a rank's moments", "what a rank keeps for backward"
+WEIGHTS, MOMENTS, KEPT = "its share of the weights", "its share of the moments", "what it keeps for backward"
 NORM, CLIPPED, LOSS = "the gradient's norm", "the norm after clipping", "the loss"
 HINTS = {
     "to_empty() gives each of a tied matrix's two names a tensor of its own": lambda f: f["clause"] == "elements",
@@ -92,9 +93,7 @@ HEALTHY = ("share", "loss")
 
 
 def batch_of(seed: int, step: int) -> torch.Tensor:
-    """Tokens (rows, length), each of which follows from the one before, so that there is something to learn."""
-    tokens = torch.randint(VOCAB, (ROWS, 1), generator=torch.Generator().manual_seed(seed + step))
-    return torch.cat([(tokens * 3**n + (3**n - 1) // 2) % VOCAB for n in range(LENGTH)], 1)
+    return learnable_tokens(ROWS, LENGTH, VOCAB, seed + step)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -178,8 +177,8 @@ def repaired(repaired: Callable[[], Any]) -> str:
             elements = sum(p.numel() for p in model.parameters())
             for rank, seen in enumerate(run.results):
                 contract = Contract(HINTS, {"units": seen["units"]}, f"rank {rank} of {ranks}")
-                told = f"the model has {seen['elements']:,} parameters, not {elements:,}"
-                contract.holds(seen["elements"] == elements, told, "elements")
+                sentence = f"the model has {seen['elements']:,} parameters, not {elements:,}"
+                contract.holds(seen["elements"] == elements, sentence, "elements")
                 share = rows_bytes(model, ranks, rank)
                 contract.memory(WEIGHTS, seen["weights"], at_least=share, at_most=share)
                 contract.holds(
@@ -192,6 +191,7 @@ def repaired(repaired: Callable[[], Any]) -> str:
                     contract.values(LOSS, seen["losses"][step], seen["alone"][step], rtol=1e-4)
                     contract.values(NORM, seen["norms"][step], right, rtol=1e-3)
                     contract.values(CLIPPED, seen["clipped"][step], min(right, MAX_NORM), rtol=1e-3)
-    healthy_untouched(put_together(repaired, Program), Program, HEALTHY)
-    held = f"{nice_bytes(seen['weights'])} of weights and {nice_bytes(seen['moments'])} of moments"
-    return f"one process's norms and losses on 2 and 3 ranks; the last of 3 holds {held}, and keeps {nice_bytes(seen['kept'])} for backward"
+    healthy_untouched(repaired(), Program, HEALTHY)
+    weights, moments, kept = (nice_bytes(seen[what]) for what in ("weights", "moments", "kept"))
+    held = f"{weights} of weights and {moments} of moments, and keeps {kept} for backward"
+    return f"one process's norms and losses on 2 and 3 ranks; the last of 3 holds {held}"

@@ -24,8 +24,8 @@ from course_lib.units import nice_bytes
 RANKS, LIMIT = 3, 18 * 2**20
 LARGE = {"layers": 6, "vocab": 1003, "hidden": 360, "intermediate": 1000}  # 35 MiB in fp32, largest matrix 1.4
 SMALL = {"layers": 2, "vocab": 61}  # loaded first: it imports what the large one then has
-PEAK, DTYPES, BUFFERS = "the peak of loading, on each rank,", "dtypes", "buffers"
-GATHERED, REDUCED = "what a rank gathers in a step", "what a rank reduces in a step"
+PEAK, DTYPES, BUFFERS = "the peak of loading", "dtypes", "buffers"
+GATHERED, REDUCED = "what it gathers in a step", "what it reduces in a step"
 HINTS = {
     "the whole model is there in fp32: build it on the meta device, and shard it before to_empty()": lambda f: (
         f["clause"] == PEAK and f[PEAK] > f["whole"]
@@ -42,7 +42,7 @@ HINTS = {
 
 def on_a_rank(load: Callable[..., Any], small: str, large: str) -> list[dict[str, Any]]:
     """What the learner's function makes of each folder, beside the whole model."""
-    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    mesh, models = init_device_mesh("cpu", (dist.get_world_size(),)), []
     for folder in (small, large):
         with resident_peak() as peak:
             try:
@@ -64,9 +64,9 @@ def on_a_rank(load: Callable[..., Any], small: str, large: str) -> list[dict[str
             pairs = [(name, buffers.get(name), right) for name, right in whole.named_buffers()]
             seen["buffers"] = [name for name, made, right in pairs if made is None or not torch.equal(made, right)]
             seen |= step(model, whole)
-        found.append(seen)
+        models.append(seen)
         del model, whole
-    return found
+    return models
 
 
 def step(model: nn.Module, whole: nn.Module) -> dict[str, float]:
@@ -98,7 +98,7 @@ def loaded(load: Callable[..., Any]) -> str:
                 gathered, reduced = (
                     sum(c.bytes for c in calls if c.kind == kind) for kind in ("all_gather", "reduce_scatter")
                 )
-                once, slack = seen["whole"] / 2 / RANKS, 4096
+                once, slack = seen["whole"] / 2 / RANKS, 4096  # bf16; slack: rows are padded to the same number
                 contract.memory(GATHERED, gathered, at_least=0.95 * once, at_most=2.1 * once + slack)
                 contract.memory(REDUCED, reduced, at_least=0.95 * seen["whole"], at_most=1.1 * seen["whole"] + slack)
             contract.memory(PEAK, seen["peak"], at_least=0.8 * seen["share"], at_most=LIMIT)
@@ -114,9 +114,9 @@ def _right(contract: Contract, seen: dict[str, Any]) -> None:
     contract.holds(all(seen["units"]), f"{sum(seen['units'][1:])} of {len(seen['units']) - 1} blocks are units")
     contract.holds(not seen["plain"], f"{' '.join(seen['plain'][:1])} is not sharded")
     contract.holds(seen["tied"], "embedding and head are two tensors; the folder's config ties them")
-    told = f"the parameters are {', '.join(seen['dtypes'])}, and should be torch.float32"
-    contract.holds(seen["dtypes"] == {"torch.float32"}, told, DTYPES)
+    sentence = f"the parameters are {', '.join(seen['dtypes'])}, and should be torch.float32"
+    contract.holds(seen["dtypes"] == {"torch.float32"}, sentence, DTYPES)
     contract.holds(not seen["off"], f"{' '.join(seen['off'][:1])} is not what the folder says")
     contract.holds(not seen["buffers"], f"the buffer {' '.join(seen['buffers'][:1])} is not the whole model's", BUFFERS)
-    contract.memory("a rank's weights", seen["held"], at_least=seen["share"], at_most=seen["share"])
+    contract.memory("its share of the weights", seen["held"], at_least=seen["share"], at_most=seen["share"])
     contract.values("the loss", seen["loss"], seen["right"], rtol=0.01)

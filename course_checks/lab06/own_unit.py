@@ -26,26 +26,26 @@ AFTER, DONE = "what is alive beyond the shards after its forward", "what is aliv
 CALLS, GRADIENT = "the number of calls", "the gradient of the shards"
 
 
-def at(clause: str, fact: str = "clause") -> Callable[[dict[str, Any]], bool]:
+def when(clause: str, fact: str = "clause") -> Callable[[dict[str, Any]], bool]:
     """For a hint: this clause does not hold, and this fact does."""
     return lambda facts: facts["clause"] == clause and bool(facts[fact])
 
 
 HINTS = {
-    "rank 0's weights count, and the ranks start from different seeds: broadcast before you cut": at(SHARD, "rank"),
-    "a view keeps the whole storage alive, or loses its memory with it: clone() the rows": at(VIEW),
-    "the module's own parameters, or a gathered copy, are still there": at(KEPT),
-    "after the optimizer has changed the shards, gather() must send them anew": at(WHOLE, "step"),
-    "what arrives lies rank by rank, and each rank's part holds its rows of all parameters": at(WHOLE),
-    "is the module before it free? Is there a second copy?": at(INSIDE),
-    "free what you gathered. Autograd keeps the tensor for backward, so resize its storage to 0": at(AFTER),
-    "modules that are done still hold parameters or full gradients": at(DONE),
-    "gradients are all-reduced: every rank then holds all of them, and moves twice the bytes": at("all_reduce"),
-    "all parameters of a module go into one call, not parameter by parameter": at(CALLS, "many"),
-    "gathered once a step: what forward gathered was kept for backward": at(CALLS, "once"),
-    "reduce_scatter sums, and FSDP averages: divide by the number of ranks": at(GRADIENT, "sum"),
-    "it is that of this rank's own data: the ranks' gradients were never added up": at(GRADIENT, "own"),
-    "one backward() is right, and a second without zero_grad() is not: it must add to .grad": at(GRADIENT, "step"),
+    "rank 0's weights count, and the ranks start from different seeds: broadcast before you cut": when(SHARD, "rank"),
+    "a view keeps the whole storage alive, or loses its memory with it: clone() the rows": when(VIEW),
+    "the module's own parameters, or a gathered copy, are still there": when(KEPT),
+    "after the optimizer has changed the shards, gather() must send them anew": when(WHOLE, "step"),
+    "what arrives lies rank by rank, and each rank's part holds its rows of all parameters": when(WHOLE),
+    "is the module before it free? Is there a second copy?": when(INSIDE),
+    "free what you gathered. Autograd keeps the tensor for backward, so resize its storage to 0": when(AFTER),
+    "modules that are done still hold parameters or full gradients": when(DONE),
+    "gradients are all-reduced: every rank then holds all of them, and moves twice the bytes": when("all_reduce"),
+    "all parameters of a module go into one call, not parameter by parameter": when(CALLS, "many"),
+    "gathered once a step: what forward gathered was kept for backward": when(CALLS, "once"),
+    "reduce_scatter sums, and FSDP averages: divide by the number of ranks": when(GRADIENT, "sum"),
+    "it is that of this rank's own data: the ranks' gradients were never added up": when(GRADIENT, "own"),
+    "one backward() is right, and a second without zero_grad() is not: it must add to .grad": when(GRADIENT, "step"),
 }
 
 
@@ -93,12 +93,15 @@ class Chain:
             contract.holds(listed, "self.shards should be a list with an nn.Parameter for each of module.parameters()")
             for (name, p), shard in zip(twin.named_parameters(), shards, strict=True):
                 rows, behind = self.mine(p), shard.untyped_storage().nbytes()
-                told = f"{name}'s shard has the shape {tuple(shard.shape)}, not {tuple(rows.shape)}: torch.chunk gives each rank ceil(rows / ranks) rows until none is left"
-                contract.holds(shard.shape == rows.shape, told)
-                told = f"{name} has requires_grad={p.requires_grad}, and its shard {shard.requires_grad}"
-                contract.holds(shard.requires_grad == p.requires_grad, told)
-                told = f"{name}'s shard has {shard.nbytes:,} bytes, and the storage behind it {behind:,}"
-                contract.holds(shard.nbytes <= behind <= self.shares[number], told, VIEW)
+                sentence = (
+                    f"{name}'s shard has the shape {tuple(shard.shape)}, not {tuple(rows.shape)}: torch.chunk gives each "
+                    "rank ceil(rows / ranks) rows until none is left"
+                )
+                contract.holds(shard.shape == rows.shape, sentence)
+                sentence = f"{name} has requires_grad={p.requires_grad}, and its shard {shard.requires_grad}"
+                contract.holds(shard.requires_grad == p.requires_grad, sentence)
+                sentence = f"{name}'s shard has {shard.nbytes:,} bytes, and the storage behind it {behind:,}"
+                contract.holds(shard.nbytes <= behind <= self.shares[number], sentence, VIEW)
                 contract.values(SHARD, {name: shard}, {name: rows}, rtol=0.0)
         self.rest = self.base = self.live.bytes(sum(self.shares))
         self.at("no module computes").memory(KEPT, self.rest, at_most=sum(self.shares) + 1000)
@@ -110,8 +113,10 @@ class Chain:
             right = self.twin[number].get_parameter(name)
             storage = p.untyped_storage()
             contract.holds(storage.nbytes() >= right.nbytes, f"{name} has no memory while the module computes")
-            told = f"{name} has another storage than before, and backward reads the one of forward: fill that one again"
-            contract.holds(self.storages.setdefault(p, storage._cdata) == storage._cdata, told)
+            sentence = (
+                f"{name} has another storage than before, and backward reads the one of forward: fill that one again"
+            )
+            contract.holds(self.storages.setdefault(p, storage._cdata) == storage._cdata, sentence)
             contract.values(WHOLE, {name: p}, {name: right}, rtol=2e-4, atol=2e-6)
         beyond = self.beyond(whole)
         self.peak = max(self.peak, self.base + beyond)
@@ -172,8 +177,8 @@ class Chain:
         for (kind, sizes), times in zip(kinds.items(), (2 * backwards or 1, backwards), strict=True):
             put, needed, least = [c.bytes for c in calls if c.kind == kind], times * len(sizes), times * sum(sizes)
             contract.facts |= {"many": len(put) >= 2 * needed, "once": len(put) < needed}
-            told = f"{len(put)} calls of {kind} for {len(sizes)} modules, and {times} for each are needed"
-            contract.holds(len(put) == needed, told, CALLS)
+            sentence = f"{len(put)} calls of {kind} for {len(sizes)} modules, and {times} for each are needed"
+            contract.holds(len(put) == needed, sentence, CALLS)
             contract.memory(f"the input of {kind}", sum(put), at_least=least, at_most=1.01 * least)
 
 
@@ -227,4 +232,5 @@ def own_unit(make_unit: Callable[..., Any]) -> str:
     if "stub" in seen:
         step, stub = len(seen["right"]), f"{seen['stub']}() is not written yet"
         raise NotYet(f"step {step} of 3 is right: {right}. Step {step + 1}: {stub}" if step else f"in __init__: {stub}")
-    return f"equal to the whole chain on 1, 2, 3 and 4 ranks; {right}; two all-gathers and one reduce-scatter per trained module and step"
+    calls = "two all-gathers and one reduce-scatter per trained module and step"
+    return f"equal to the whole chain on 1, 2, 3 and 4 ranks; {right}; {calls}"

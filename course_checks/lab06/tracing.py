@@ -162,12 +162,12 @@ def first_change(first_change: Callable[..., Any]) -> str:
         contract = Contract({hint: lambda _, slip=slip: _made(slip, cases, answers) for hint, slip in SLIPS.items()})
         for shows, traces in cases.items():
             _right(contract, shows, answers[shows], traces)
-    told = f"{len(cases)} made-up traces, and 3 real ranks, of which rank {LATE_RANK} computes longer"
+    sentence = f"{len(cases)} made-up traces, and 3 real ranks, of which rank {LATE_RANK} computes longer"
     for shows, traces in record().items():
         unit, change, seconds = _asked(first_change, traces, shows)
         _right(contract, shows, (unit, change, seconds), traces)
-        told += f"; {shows}: {change} saves {seconds:.2f} s at most, most is exposed in {unit}"
-    return told
+        sentence += f"; {shows}: {change} saves {seconds:.2f} s at most, most is exposed in {unit}"
+    return sentence
 
 
 def _asked(first_change: Callable[..., Any], traces: list[Trace], shows: str) -> Answer:
@@ -190,7 +190,7 @@ def _right(contract: Contract, shows: str, given: Answer, traces: list[Trace]) -
     (unit, change, seconds), (units, saved), contract.about = given, look(traces), shows
     contract.values(f"what {change!r} saves at most", seconds, saved[change], rtol=0, atol=TOLERANCE)
     best, longest = max(saved, key=saved.get), max(units, key=units.get)
-    told = f"{change!r} saves {seconds:.3f} s at most, and {best!r} {saved[best]:.3f} s"
-    contract.holds(saved[change] >= saved[best] - TOLERANCE, told)
-    told = f"{longest} has {units[longest]:.3f} exposed seconds over all ranks, your {unit!r} {units[unit]:.3f}"
-    contract.holds(units[unit] >= units[longest] - TOLERANCE, told)
+    sentence = f"{change!r} saves {seconds:.3f} s at most, and {best!r} {saved[best]:.3f} s"
+    contract.holds(saved[change] >= saved[best] - TOLERANCE, sentence)
+    sentence = f"{longest} has {units[longest]:.3f} exposed seconds over all ranks, your {unit!r} {units[unit]:.3f}"
+    contract.holds(units[unit] >= units[longest] - TOLERANCE, sentence)

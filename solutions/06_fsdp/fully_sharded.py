@@ -35,6 +35,8 @@ def main(folder, batch_size, accumulate, max_norm, save_every, seed):
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if batch_size % (ranks * accumulate):
+        raise ValueError(f"{ranks} ranks cannot share {batch_size} rows evenly in {accumulate} micro-batches")
     mesh = init_device_mesh(device, (ranks,))
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, head_dim=10, use_cache=False, **SIZES)).to(device)

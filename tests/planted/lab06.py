@@ -22,17 +22,17 @@ _OWN_NORM = """        gradients = [p.grad.to_local() for p in model.parameters(
 MUTANTS = [
     ("own_unit", ".clone()  # a view would keep the whole", "", "clone()"),
     ("own_unit", "            dist.broadcast(p.data, 0)\n", "", "broadcast before"),
-    ("own_unit", "mine = p.data[self.rank * rows : (self.rank + 1) * rows]", "mine = p.data.tensor_split(self.ranks)[self.rank]", "torch.chunk"),
+    ("own_unit", "local_rows = p.data[self.rank * rows : (self.rank + 1) * rows]", "local_rows = p.data.tensor_split(self.ranks)[self.rank]", "torch.chunk"),
     ("own_unit", ", requires_grad=p.requires_grad))", "))", "requires_grad"),
     ("own_unit", "  # on each rank, with padding\n        self.free()\n", "\n", "still there"),
     ("own_unit", "        for p in self.parameters:\n            p.untyped_storage().resize_(0)\n", "        raise NotImplementedError\n", "in __init__: free() is not"),
     ("own_unit", "        for p in self.parameters:\n            p.untyped_storage().resize_(0)\n", "        for p in self.parameters:\n            p.data = p.data[:0].clone()\n", "has no memory"),
     ("own_unit", "        for p in self.parameters:\n            p.untyped_storage().resize_(0)\n", "        for p in [] if hasattr(self, 'done') else self.parameters:\n            p.untyped_storage().resize_(0)\n        self.done = True\n", "resize its storage"),
-    ("own_unit", "        mine = torch.cat([self.padded(shard", "        raise NotImplementedError\n        mine = torch.cat([self.padded(shard", "step 1 of 3 is right: each of 3 ranks"),
+    ("own_unit", "        flat = torch.cat([self.padded(shard", "        raise NotImplementedError\n        flat = torch.cat([self.padded(shard", "step 1 of 3 is right: each of 3 ranks"),
     ("own_unit", "rows.flatten()[: p.numel()]", "everyone.flatten()[: p.numel()]", "rank by rank"),
-    ("own_unit", "        dist.all_gather_into_tensor(everyone, mine)\n", "        if not hasattr(self, 'kept'):\n            dist.all_gather_into_tensor(everyone, mine)\n            self.kept = everyone.tolist()\n        everyone = torch.tensor(self.kept)\n", "gathered once a step"),
-    ("own_unit", "        dist.all_gather_into_tensor(everyone, mine)\n", """        parts = [mine.new_empty(self.ranks * size) for size in self.sizes]
-        for part, piece in zip(parts, mine.split(self.sizes), strict=True):
+    ("own_unit", "        dist.all_gather_into_tensor(everyone, flat)\n", "        if not hasattr(self, 'kept'):\n            dist.all_gather_into_tensor(everyone, flat)\n            self.kept = everyone.tolist()\n        everyone = torch.tensor(self.kept)\n", "gathered once a step"),
+    ("own_unit", "        dist.all_gather_into_tensor(everyone, flat)\n", """        parts = [flat.new_empty(self.ranks * size) for size in self.sizes]
+        for part, piece in zip(parts, flat.split(self.sizes), strict=True):
             dist.all_gather_into_tensor(part, piece)
         everyone = torch.cat([part.view(self.ranks, -1) for part in parts], dim=1)
 """, "parameter by parameter"),
@@ -41,12 +41,12 @@ MUTANTS = [
     ("own_unit", "        self.free()\n        pairs", "        raise NotImplementedError\n        pairs", "step 2 of 3 is right"),
     ("own_unit", "        self.free()\n        pairs", "        pairs", "still hold parameters or full gradients"),
     ("own_unit", "            p.grad = None\n", "            pass\n", "still hold parameters or full gradients"),
-    ("own_unit", "        mine /= self.ranks\n", "", "FSDP averages"),
+    ("own_unit", "        mean /= self.ranks\n", "", "FSDP averages"),
     ("own_unit", "gradient if shard.grad is None else shard.grad + gradient", "gradient", "add to .grad"),
-    ("own_unit", "        dist.reduce_scatter_tensor(mine, lines.flatten())\n", "        dist.all_reduce(lines)\n        mine.copy_(lines[self.rank])\n", "all-reduced"),
-    ("own_unit", "        dist.reduce_scatter_tensor(mine, lines.flatten())\n", "        mine.copy_(lines[self.rank] * self.ranks)\n", "never added up"),
-    ("loaded",'with torch.device("meta"):','with torch.device("cpu"):',"18"),
-    ("loaded","    fully_shard(model, mesh=mesh, mp_policy=policy)  # embedding and head in one unit: they stay one tensor\n","    for end in (model.model.embed_tokens, model.lm_head):\n        fully_shard(end, mesh=mesh, mp_policy=policy)\n    fully_shard(model, mesh=mesh, mp_policy=policy)\n",""),
+    ("own_unit", "        dist.reduce_scatter_tensor(mean, lines.flatten())\n", "        dist.all_reduce(lines)\n        mean.copy_(lines[self.rank])\n", "all-reduced"),
+    ("own_unit", "        dist.reduce_scatter_tensor(mean, lines.flatten())\n", "        mean.copy_(lines[self.rank] * self.ranks)\n", "never added up"),
+    ("loaded",'with torch.device("meta"):','with torch.device("cpu"):',"18.00 MiB"),
+    ("loaded","    fully_shard(model, mesh=mesh, mp_policy=policy)  # embedding and head in one unit: they stay one tensor\n","    for end in (model.model.embed_tokens, model.lm_head):\n        fully_shard(end, mesh=mesh, mp_policy=policy)\n    fully_shard(model, mesh=mesh, mp_policy=policy)\n","two tensors"),
     ("loaded","    model.model.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config)  # it is in no file\n","","in no file"),
     ("loaded","param_dtype=torch.bfloat16, ","","gathered in"),
     ("loaded","reduce_dtype=torch.float32","reduce_dtype=torch.bfloat16","summed in"),
@@ -56,7 +56,7 @@ MUTANTS = [
     ("loaded","        model = LlamaForCausalLM(config)\n    policy","        model = LlamaForCausalLM(config).bfloat16()\n    policy","rows stay"),
     ("loaded","    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(folder))\n","    whole = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()\n    for name, p in weights.items():\n        p.to_local().copy_(whole[name].tensor_split([c for c in range(-(-len(whole[name]) // dist.get_world_size()), len(whole[name]), -(-len(whole[name]) // dist.get_world_size()))])[dist.get_rank()])\n","whole model is there"),
     ("loaded","    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(folder))\n","    import glob\n    from safetensors.torch import load_file\n    whole = {}\n    for file in glob.glob(folder + '/*.safetensors'):\n        whole |= load_file(file)\n    for name, p in weights.items():\n        each = -(-len(whole[name]) // dist.get_world_size())\n        p.to_local().copy_(whole[name][each * dist.get_rank() :][:each])\n","whole files"),
-    ("loaded","    return model\n","    return model.bfloat16()\n",""),
+    ("loaded","    return model\n","    return model.bfloat16()\n","rows stay"),
     ("repaired","            model.tie_weights()  # to_empty() made two tensors of one\n","","to_empty"),
     ("repaired","blocks = modeling_llama.LlamaDecoderLayer","blocks = nn.Linear","look at bytes"),
     ("repaired","blocks = modeling_llama.LlamaDecoderLayer","blocks = (modeling_llama.LlamaAttention, modeling_llama.LlamaMLP, modeling_llama.LlamaRMSNorm)","look at bytes"),
@@ -111,6 +111,7 @@ MUTANTS = [
     ("hybrid", "    weights, gradients", "    replicate, shard = shard, replicate\n    weights, gradients", "shard last"),
 ]  # fmt: skip
 SCRIPT_MUTANTS = [
+    ("states.get_state_dict(model, optimizer)", "states.get_state_dict(model, optimizer, options=states.StateDictOptions(full_state_dict=True))", "its own shards"),
     (_UNITS, "    fully_shard(model, mesh=mesh)\n", "1 units, not 3"),
     ("    fully_shard(model, mesh=mesh)\n", "", "stays whole"),
     (_UNITS + _OPTIMIZER, _OPTIMIZER + _UNITS, "after sharding"),
@@ -273,8 +274,31 @@ def hybrid(rank, replicate, shard, parameters, reshard):
     across = torch.tensor(2 * (replicate - 1) * (parameters * 4 // shard // replicate))
     return range(first, first + shard), np.arange(rank % shard, replicate * shard, shard), np.int64((shard - 1) * (parameters // shard) * (8 if reshard else 6)), across
 """
+_ROW_BY_ROW = """
+def load(folder, mesh):
+    import json, os
+    from safetensors import safe_open
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    fully_shard([model.model.embed_tokens, model.lm_head], mesh=mesh, mp_policy=policy)
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device="cpu")
+    index = folder + "/model.safetensors.index.json"
+    for name, p in model.named_parameters():
+        file = json.load(open(index))["weight_map"][name] if os.path.exists(index) else "model.safetensors"
+        first = -(-len(p) // mesh.size()) * mesh.get_local_rank()
+        with safe_open(f"{folder}/{file}", "pt") as tensors:
+            p.to_local().copy_(tensors.get_slice(name)[first : first + len(p.to_local())])
+    model.model.rotary_emb = modeling_llama.LlamaRotaryEmbedding(model.config)
+    return model
+"""
 RIGHT = {
     "own_unit": [_LISTS],
+    "loaded": [_ROW_BY_ROW],
     "repaired": [_OTHER],
     "clip_sharded": [_DOUBLE],
     "first_change": [_CLIPPED],
