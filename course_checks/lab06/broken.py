@@ -140,6 +140,8 @@ def on_a_rank(parts: Callable[[], Any], seed: int) -> dict[str, Any]:
         twin_optimizer.step()
         twin_optimizer.zero_grad()
         seen["alone"].append(alone.item())
+    pairs = zip(model.named_buffers(), twin.buffers(), strict=True)
+    seen["buffers"] = [name for (name, buffer), right in pairs if not torch.equal(buffer, right)]
     seen["units"] = sum(isinstance(module, FSDPModule) for module in model.modules())
     seen["elements"], seen["weights"] = sum(p.numel() for p in model.parameters()), held_bytes(model.parameters())
     states = [optimizer.state.get(p, {}) for p in model.parameters()]
@@ -166,7 +168,7 @@ def observe(parts: type, ranks: int = 2) -> Page:
     return table(rows, caption="Losses are means over all ranks; norms are those that clip() returns")
 
 
-@lab.exercise("A program that runs", importance=5, difficulty=3, minutes=20)
+@lab.exercise("A program that runs", importance=5, difficulty=3, minutes=25)
 def repaired(repaired: Callable[[], Any]) -> str:
     """A share of all weights and moments, blocks recomputed, one process's norms and losses; healthy parts untouched."""
     seed = fresh_seed()
@@ -179,6 +181,10 @@ def repaired(repaired: Callable[[], Any]) -> str:
                 contract = Contract(HINTS, {"units": seen["units"]}, f"rank {rank} of {ranks}")
                 sentence = f"the model has {seen['elements']:,} parameters, not {elements:,}"
                 contract.holds(seen["elements"] == elements, sentence, "elements")
+                buffers = (
+                    f"the buffer {' '.join(seen['buffers'][:1])} is not what a Llama makes: it is in no state dict"
+                )
+                contract.holds(not seen["buffers"], buffers)
                 share = rows_bytes(model, ranks, rank)
                 contract.memory(WEIGHTS, seen["weights"], at_least=share, at_most=share)
                 contract.holds(

@@ -15,6 +15,7 @@ from torch.nn.utils import parameters_to_vector as vector
 
 from course_checks.harness import Contract, LiveTensors, NotYet, fresh_seed, named_seed, run_ranks
 from course_checks.lab06.common import lab
+from course_lib.launch.failures import own_line, place
 from course_lib.observe.collectives import Collective, record_collectives
 
 SIZES = ((201, 2), (185, 5), (217, 1), (193, 3), (209, 7))  # rows of the modules' matrices; some are fewer than ranks
@@ -215,13 +216,17 @@ def on_a_rank(make: Callable[..., Any], seed: int) -> dict[str, Any]:
     except RuntimeError as error:
         if "inplace operation" in str(error):
             raise NotYet("autograd saw gather() write into the parameters: write through p.data") from error
+        if "storage of size 0" in str(error):
+            line = own_line([(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)])
+            where = f" at {place(*line)}" if line else " in backward"
+            raise NotYet(f"a parameter is read{where} while it has no memory, be it only for its p[0]") from error
         if not isinstance(error, NotImplementedError) or str(error):  # a stub's has no words
             raise
         seen["stub"] = traceback.extract_tb(error.__traceback__)[-1].name
     return seen
 
 
-@lab.exercise("One FSDP unit", importance=5, difficulty=4, minutes=35)
+@lab.exercise("One FSDP unit", importance=5, difficulty=4, minutes=45)
 def own_unit(make_unit: Callable[..., Any]) -> str:
     """The whole chain's numbers; rows at rest, one module at a time in full; two all-gathers, one reduce-scatter each."""
     seed = fresh_seed()

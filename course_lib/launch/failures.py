@@ -79,6 +79,7 @@ def place(path: str, line: int) -> str:
     if "ipykernel_" in path or path.startswith("<"):
         number = _cell_number(path)
         name = f"cell [{number}]" if number else "your cell"
+    linecache.checkcache(path)  # a script may have been edited since it was last read
     source = linecache.getline(path, line).strip()
     return f"{name}, line {line}" + (f": `{source}`" if source else "")
 

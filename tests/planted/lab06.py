@@ -29,6 +29,7 @@ MUTANTS = [
     ("own_unit", "        for p in self.parameters:\n            p.untyped_storage().resize_(0)\n", "        for p in self.parameters:\n            p.data = p.data[:0].clone()\n", "has no memory"),
     ("own_unit", "        for p in self.parameters:\n            p.untyped_storage().resize_(0)\n", "        for p in [] if hasattr(self, 'done') else self.parameters:\n            p.untyped_storage().resize_(0)\n        self.done = True\n", "resize its storage"),
     ("own_unit", "        flat = torch.cat([self.padded(shard", "        raise NotImplementedError\n        flat = torch.cat([self.padded(shard", "step 1 of 3 is right: each of 3 ranks"),
+    ("own_unit", "self.padded(shard, size) for shard, size in zip(self.shards, self.sizes, strict=True)", "self.padded(shard, self.rows_per_rank(p) * p[0].numel()) for shard, p in zip(self.shards, self.parameters, strict=True)", "only for its p[0]"),
     ("own_unit", "rows.flatten()[: p.numel()]", "everyone.flatten()[: p.numel()]", "rank by rank"),
     ("own_unit", "        dist.all_gather_into_tensor(everyone, flat)\n", "        if not hasattr(self, 'kept'):\n            dist.all_gather_into_tensor(everyone, flat)\n            self.kept = everyone.tolist()\n        everyone = torch.tensor(self.kept)\n", "gathered once a step"),
     ("own_unit", "        dist.all_gather_into_tensor(everyone, flat)\n", """        parts = [flat.new_empty(self.ranks * size) for size in self.sizes]
@@ -57,6 +58,7 @@ MUTANTS = [
     ("loaded","    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(folder))\n","    whole = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()\n    for name, p in weights.items():\n        p.to_local().copy_(whole[name].tensor_split([c for c in range(-(-len(whole[name]) // dist.get_world_size()), len(whole[name]), -(-len(whole[name]) // dist.get_world_size()))])[dist.get_rank()])\n","whole model is there"),
     ("loaded","    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(folder))\n","    import glob\n    from safetensors.torch import load_file\n    whole = {}\n    for file in glob.glob(folder + '/*.safetensors'):\n        whole |= load_file(file)\n    for name, p in weights.items():\n        each = -(-len(whole[name]) // dist.get_world_size())\n        p.to_local().copy_(whole[name][each * dist.get_rank() :][:each])\n","whole files"),
     ("loaded","    return model\n","    return model.bfloat16()\n","rows stay"),
+    ("repaired", "            model = super().build(weights)\n", "            with torch.device('meta'):\n                model = broken.tied_llama(layers=4, vocab=61)\n            model.to_empty(device='cpu').load_state_dict(weights)\n", "inv_freq"),
     ("repaired","            model.tie_weights()  # to_empty() made two tensors of one\n","","to_empty"),
     ("repaired","blocks = modeling_llama.LlamaDecoderLayer","blocks = nn.Linear","look at bytes"),
     ("repaired","blocks = modeling_llama.LlamaDecoderLayer","blocks = (modeling_llama.LlamaAttention, modeling_llama.LlamaMLP, modeling_llama.LlamaRMSNorm)","look at bytes"),
@@ -111,15 +113,16 @@ MUTANTS = [
     ("hybrid", "    weights, gradients", "    replicate, shard = shard, replicate\n    weights, gradients", "shard last"),
 ]  # fmt: skip
 SCRIPT_MUTANTS = [
+    ("    if saved:\n        state", "    state_of(model, optimizer, scheduler)\n    if saved:\n        state", "empty step"),
     ("states.get_state_dict(model, optimizer)", "states.get_state_dict(model, optimizer, options=states.StateDictOptions(full_state_dict=True))", "its own shards"),
     (_UNITS, "    fully_shard(model, mesh=mesh)\n", "1 units, not 3"),
     ("    fully_shard(model, mesh=mesh)\n", "", "stays whole"),
     (_UNITS + _OPTIMIZER, _OPTIMIZER + _UNITS, "after sharding"),
     (_CLIP, _OWN_NORM, "all ranks' rows"),
-    ("labels=rows).loss / accumulate", "labels=rows).loss", "micro-batches yours"),
+    ("labels=rows).loss / accumulate", "labels=rows).loss", "you average over micro-batches"),
     (".chunk(ranks)[rank]", ".chunk(ranks)[0]", "own share"),
     ("        dist.all_reduce(loss_of_step)\n", "", "micro-batches and ranks"),
-    (_SAVE, _SAVE.splitlines()[0].replace("saving", "step-1") + "\n", "tore"),
+    (_SAVE, _SAVE.splitlines()[0].replace("saving", "step-1") + "\n", "overwrote"),
     (_SAVE, _SAVE.splitlines()[0].replace("saving", "step-{step + 1}") + "\n", "killed run was writing"),
     (', key=lambda path: int(path.name.removeprefix("step-"))', "", "as text"),
     ('        scheduler.load_state_dict(state["scheduler"])\n', "", "scheduler"),
@@ -291,7 +294,7 @@ def load(folder, mesh):
     for name, p in model.named_parameters():
         file = json.load(open(index))["weight_map"][name] if os.path.exists(index) else "model.safetensors"
         first = -(-len(p) // mesh.size()) * mesh.get_local_rank()
-        with safe_open(f"{folder}/{file}", "pt") as tensors:
+        with torch.no_grad(), safe_open(f"{folder}/{file}", "pt") as tensors:
             p.to_local().copy_(tensors.get_slice(name)[first : first + len(p.to_local())])
     model.model.rotary_emb = modeling_llama.LlamaRotaryEmbedding(model.config)
     return model
