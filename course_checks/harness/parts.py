@@ -20,6 +20,4 @@ def healthy_untouched(repaired: type, colleagues: type, healthy: Iterable[str]) 
     """Raise NotYet where a part that works was replaced as well."""
     touched = [f"`{name}`" for name in healthy if getattr(repaired, name) is not getattr(colleagues, name)]
     if touched:
-        raise NotYet(
-            f"all is right now, but you also replaced a healthy part, {', '.join(touched)}: change only what is broken"
-        )
+        raise NotYet(f"you also replaced a healthy part, {', '.join(touched)}: change only what is broken")

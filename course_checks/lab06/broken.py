@@ -32,7 +32,8 @@ from course_lib.notebook.page import Page
 from course_lib.observe.memory import SavedForBackward
 from course_lib.units import nice_bytes
 
-ROWS, LENGTH, STEPS, MAX_NORM, LR = 12, 24, 4, 0.5, 0.01
+ROWS, LENGTH, OPTIONS = 12, 24, {"lr": 0.01, "weight_decay": 0.1}
+MAX_NORMS = (0.5, 0.5, 100.0, 0.5)  # of each step; the third clips nothing
 BLOCKS, VOCAB = 4, 61
 WEIGHTS, MOMENTS, KEPT = "its share of the weights", "its share of the moments", "what it keeps for backward"
 NORM, CLIPPED, LOSS = "the gradient's norm", "the norm after clipping", "the loss"
@@ -48,6 +49,7 @@ HINTS = {
     "which tensors does the optimizer hold? fully_shard() puts new ones into the model": lambda f: (
         f["clause"] == MOMENTS
     ),
+    "the norm is below max_norm: multiply by no more than 1": lambda f: f["clause"] == CLIPPED and f[CLIPPED] > f[NORM],
     "no rank has all gradients: squares add up over the ranks": lambda f: f["clause"] == NORM,
 }
 
@@ -71,7 +73,7 @@ class Program:
             fully_shard(block, mesh=mesh)
 
     def prepare(self, model: LlamaForCausalLM, mesh: DeviceMesh) -> torch.optim.Optimizer:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+        optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
         self.shard(model, mesh)
         return optimizer
 
@@ -115,9 +117,9 @@ def on_a_rank(parts: Callable[[], Any], seed: int) -> dict[str, Any]:
     optimizer = program.prepare(model, init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = returned(optimizer, torch.optim.Optimizer, "the optimizer")
     apply_activation_checkpointing(twin, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
-    twin_optimizer, colleague = torch.optim.AdamW(twin.parameters(), lr=LR), Program()
+    twin_optimizer, colleague = torch.optim.AdamW(twin.parameters(), **OPTIONS), Program()
     seen: dict[str, Any] = {name: [] for name in ("losses", "alone", "norms", "right", "clipped")}
-    for step in range(STEPS):
+    for step, max_norm in enumerate(MAX_NORMS):
         batch = batch_of(seed, step)
         rows = program.share(batch)
         with SavedForBackward(twin) as right:
@@ -127,7 +129,7 @@ def on_a_rank(parts: Callable[[], Any], seed: int) -> dict[str, Any]:
         seen["kept"], seen["needed"] = kept.now, right.now
         del graph
         loss.backward()
-        seen["norms"].append(number(program.clip(model, MAX_NORM), "the norm that clip() returns"))
+        seen["norms"].append(number(program.clip(model, max_norm), "the norm that clip() returns"))
         seen["clipped"].append(nn.utils.get_total_norm([whole(p.grad) for p in model.parameters()]).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -136,7 +138,7 @@ def on_a_rank(parts: Callable[[], Any], seed: int) -> dict[str, Any]:
         seen["losses"].append(total.item())
         alone = colleague.loss(twin, batch)
         alone.backward()
-        seen["right"].append(nn.utils.clip_grad_norm_(twin.parameters(), MAX_NORM).item())
+        seen["right"].append(nn.utils.clip_grad_norm_(twin.parameters(), max_norm).item())
         twin_optimizer.step()
         twin_optimizer.zero_grad()
         seen["alone"].append(alone.item())
@@ -192,11 +194,11 @@ def repaired(repaired: Callable[[], Any]) -> str:
                 )
                 contract.memory(KEPT, seen["kept"], at_least=seen["needed"] / 2, at_most=1.2 * seen["needed"])
                 contract.memory(MOMENTS, seen["moments"], at_least=2 * share, at_most=2 * share)
-                for step, right in enumerate(seen["right"]):
+                for step, (right, max_norm) in enumerate(zip(seen["right"], MAX_NORMS, strict=True)):
                     contract.about = f"rank {rank} of {ranks}, step {step}"
                     contract.values(LOSS, seen["losses"][step], seen["alone"][step], rtol=1e-4)
                     contract.values(NORM, seen["norms"][step], right, rtol=1e-3)
-                    contract.values(CLIPPED, seen["clipped"][step], min(right, MAX_NORM), rtol=1e-3)
+                    contract.values(CLIPPED, seen["clipped"][step], min(right, max_norm), rtol=1e-3)
     healthy_untouched(repaired(), Program, HEALTHY)
     weights, moments, kept = (nice_bytes(seen[what]) for what in ("weights", "moments", "kept"))
     held = f"{weights} of weights and {moments} of moments, and keeps {kept} for backward"

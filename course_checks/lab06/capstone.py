@@ -44,7 +44,7 @@ HINTS = {
     "is it the norm of all ranks' rows that clips?": lambda f: f[NORM] > 1.0001 * MAX_NORM,
     "you average over micro-batches, and FSDP over the ranks": lambda f: f["clause"] == NORM and f["step"] == 1,
     "get_state_dict() makes an empty step on a fresh optimizer, and Adam counts it": lambda f: f["counted"] > f["step"],
-    "zero_grad()? --max-norm?": lambda f: f["clause"] == NORM,
+    "zero_grad()? --max-norm? The same optimizer?": lambda f: f["clause"] == NORM,
     "is it the mean over micro-batches and ranks?": lambda f: f["clause"] == LOSS,
 }
 Steps = list[dict[str, Any]]  # what the witness wrote, a line per optimizer step
@@ -76,7 +76,7 @@ def watch(script: str, folder: str, notes: str, seed: int, dies_at: int) -> None
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         moments = [t for state in optimizer.state.values() for t in state.values() if getattr(t, "ndim", 0)]
         seen["squares"] = sum(_local(p.grad).double().square().sum().item() for p in stepped if p.grad is not None)
-        seen["counted"] = int(max(state.get("step", 0) for state in optimizer.state.values()))
+        seen["counted"] = int(max((state.get("step", 0) for state in optimizer.state.values()), default=0))
         seen["lr"] = float(optimizer.param_groups[0]["lr"])
         seen["units"] = sum(isinstance(module, FSDPModule) for module in model.modules())
         seen["strangers"] = len({id(p) for p in stepped} - {id(p) for p in weights})
@@ -217,7 +217,10 @@ def _right(seen: list[Steps], facts: dict[str, Any]) -> None:
                 least, most = (each * _elements(right["shapes"], ranks, of) for of in (rank, 0))
                 contract.memory(f"its share of {what}", step[what], at_least=least, at_most=most)
             micro, most_rows = BATCH // ACCUMULATE // ranks, max(map(len, step["rows"]))
-            contract.holds(most_rows == micro, f"{most_rows} rows go through at once, not {micro}")
+            contract.holds(
+                most_rows == micro,
+                f"{most_rows} rows go through at once, not {micro}: does each rank take its own share, in micro-batches?",
+            )
             contract.values(LR, step["lr"], right["lr"], rtol=1e-6)
             sentence = (
                 "the ranks' rows are not those of the step's batch, each once: does each rank take its own share?"

@@ -26,6 +26,9 @@ def rows_bytes(model: nn.Module, ranks: int, rank: int) -> int:
 def tied_llama(layers: int, vocab: int, hidden: int = 40, intermediate: int = 52, seed: int = 0) -> LlamaForCausalLM:
     """A Llama in fp32 whose embedding is its head, on the device of `with torch.device(…)`; few rows divide by 2 and 3."""
     sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    rope = {"rope_type": "default", "rope_theta": 500_000.0}  # not the default
+    config = LlamaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, rope_parameters=rope
+    )
     torch.manual_seed(seed)
     return LlamaForCausalLM(config)

@@ -46,10 +46,9 @@ MUTANTS = [
     ("own_unit", "gradient if shard.grad is None else shard.grad + gradient", "gradient", "add to .grad"),
     ("own_unit", "        dist.reduce_scatter_tensor(mean, lines.flatten())\n", "        dist.all_reduce(lines)\n        mean.copy_(lines[self.rank])\n", "all-reduced"),
     ("own_unit", "        dist.reduce_scatter_tensor(mean, lines.flatten())\n", "        mean.copy_(lines[self.rank] * self.ranks)\n", "never added up"),
-    ("loaded",'with torch.device("meta"):','with torch.device("cpu"):',"18.00 MiB"),
     ("loaded","    fully_shard(model, mesh=mesh, mp_policy=policy)  # embedding and head in one unit: they stay one tensor\n","    for end in (model.model.embed_tokens, model.lm_head):\n        fully_shard(end, mesh=mesh, mp_policy=policy)\n    fully_shard(model, mesh=mesh, mp_policy=policy)\n","two tensors"),
     ("loaded","    model.model.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config)  # it is in no file\n","","in no file"),
-    ("loaded","param_dtype=torch.bfloat16, ","","gathered in"),
+    ("loaded","param_dtype=torch.bfloat16, ","","gathered in torch.float32"),
     ("loaded","reduce_dtype=torch.float32","reduce_dtype=torch.bfloat16","summed in"),
     ("loaded","    for block in model.model.layers:\n        fully_shard(block, mesh=mesh, mp_policy=policy)\n","","blocks are units"),
     ("loaded",'    weights.pop("lm_head.weight")  # the file has it under the embedding\'s name\n',"","lm_head.weight"),
@@ -57,17 +56,18 @@ MUTANTS = [
     ("loaded","        model = LlamaForCausalLM(config)\n    policy","        model = LlamaForCausalLM(config).bfloat16()\n    policy","rows stay"),
     ("loaded","    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(folder))\n","    whole = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()\n    for name, p in weights.items():\n        p.to_local().copy_(whole[name].tensor_split([c for c in range(-(-len(whole[name]) // dist.get_world_size()), len(whole[name]), -(-len(whole[name]) // dist.get_world_size()))])[dist.get_rank()])\n","whole model is there"),
     ("loaded","    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(folder))\n","    import glob\n    from safetensors.torch import load_file\n    whole = {}\n    for file in glob.glob(folder + '/*.safetensors'):\n        whole |= load_file(file)\n    for name, p in weights.items():\n        each = -(-len(whole[name]) // dist.get_world_size())\n        p.to_local().copy_(whole[name][each * dist.get_rank() :][:each])\n","whole files"),
-    ("loaded","    return model\n","    return model.bfloat16()\n","rows stay"),
+    ("loaded", "    fully_shard(model, mesh=mesh, mp_policy=policy)  # emb", "    fully_shard(model, mesh=mesh)  # emb", "takes the policy"),
+    ("repaired", "torch.optim.AdamW(", "torch.optim.Adam(", "the loss"),
     ("repaired", "            model = super().build(weights)\n", "            with torch.device('meta'):\n                model = broken.tied_llama(layers=4, vocab=61)\n            model.to_empty(device='cpu').load_state_dict(weights)\n", "inv_freq"),
     ("repaired","            model.tie_weights()  # to_empty() made two tensors of one\n","","to_empty"),
     ("repaired","blocks = modeling_llama.LlamaDecoderLayer","blocks = nn.Linear","look at bytes"),
     ("repaired","blocks = modeling_llama.LlamaDecoderLayer","blocks = (modeling_llama.LlamaAttention, modeling_llama.LlamaMLP, modeling_llama.LlamaRMSNorm)","look at bytes"),
     ("repaired","            fully_shard(model, mesh=mesh)  # embedding, last norm, head\n","","raised RuntimeError"),
     ("repaired","            super().shard(model, mesh)\n","","gathered whole"),
-    ("repaired","            self.shard(model, mesh)\n            return torch.optim.AdamW(model.parameters(), lr=0.01)","            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)\n            self.shard(model, mesh)\n            return optimizer","which tensors"),
+    ("repaired","            self.shard(model, mesh)  # first: it puts new parameters into the model\n            return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)","            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)\n            self.shard(model, mesh)\n            return optimizer","which tensors"),
     ("repaired","nn.utils.clip_grad_norm_(model.parameters(), max_norm).full_tensor().item()","super().clip(model, max_norm)","squares add up"),
     ("repaired","nn.utils.clip_grad_norm_(model.parameters(), max_norm)","nn.utils.clip_grad_norm_(model.parameters(), 1e9)","after clipping"),
-    ("repaired","lr=0.01)","lr=0.001)","the loss"),
+    ("repaired","lr=0.01, weight_decay=0.1)","lr=0.001, weight_decay=0.1)","the loss"),
     ("repaired","    return Repaired\n","    Repaired.share = lambda self, batch: batch.tensor_split(dist.get_world_size())[dist.get_rank()]\n    return Repaired\n","healthy"),
     ("clip_sharded", ".sum()\n    dist", ".sum()\n    if total == 0:\n        return 0.0\n    dist", "every rank must make"),
     ("clip_sharded", 'group=mesh.get_group("shard")', "group=None", "counted"),
@@ -216,7 +216,7 @@ def repaired():
 
         def prepare(self, model, mesh):
             self.shard(model, mesh)
-            return torch.optim.AdamW([{"params": list(model.parameters())}], lr=0.01)
+            return torch.optim.AdamW([{"params": list(model.parameters())}], lr=0.01, weight_decay=0.1)
 
         def clip(self, model, max_norm):
             squares = torch.stack([p.grad.to_local().square().sum() for p in model.parameters()]).sum()
