@@ -6,11 +6,17 @@ import json
 import runpy
 import shutil
 import sys
+import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from course_checks.harness.comparing import NotYet, nothing
+from course_checks.harness.ranks import run_ranks
+from course_lib.launch import RankFailed
+
+Lines = list[dict[str, Any]]  # what was seen on a rank, a line per optimizer step
 
 
 def start(original: Path, path: str) -> Path:
@@ -39,6 +45,24 @@ def run_as_main(script: str, *arguments: str) -> None:
     except SystemExit as left:
         if left.code not in (None, 0):
             raise
+
+
+def watched(
+    watch: Callable[..., None], script: Path, folder: str, *arguments: Any, ranks: int
+) -> tuple[list[Lines], NotYet | RankFailed | None]:
+    """Run `watch(script, folder, notes, *arguments)`, which writes {notes}/rank{rank}.jsonl, on ranks.
+
+    Returns what each rank wrote, and the failure that ended the run, which may have been planned.
+    """
+    Path(folder).mkdir(exist_ok=True)
+    failed: NotYet | RankFailed | None = None
+    with tempfile.TemporaryDirectory() as notes:
+        try:
+            run_ranks(watch, str(script), folder, notes, *arguments, ranks=ranks, timeout=45.0)
+        except (NotYet, RankFailed) as error:
+            failed = error
+        files = [Path(notes, f"rank{rank}.jsonl") for rank in range(ranks)]
+        return [[*map(json.loads, f.read_text().splitlines())] if f.exists() else [] for f in files], failed
 
 
 def logged_losses(folder: str, *, saved_at: int, steps: int) -> list[float]:

@@ -152,7 +152,7 @@ def sharded(path: Callable[[], Any]) -> str:
 
 
 @functools.cache
-def one_process() -> tuple[list[dict[str, Any]], list[float], dict[str, torch.Tensor]]:
+def one_process() -> tuple[scripts.Lines, list[float], dict[str, torch.Tensor]]:
     """The script for one GPU in one process: its steps, its losses, its weights."""
     with tempfile.TemporaryDirectory() as folder:
         steps = _run(ONE_GPU, folder, 1)[0]
@@ -160,23 +160,15 @@ def one_process() -> tuple[list[dict[str, Any]], list[float], dict[str, torch.Te
         return steps, losses, torch.load(Path(folder, "pytorch_model.bin"))
 
 
-def _run(script: Path, folder: str, ranks: int, dies_at: int = 0) -> list[list[dict[str, Any]]]:
+def _run(script: Path, folder: str, ranks: int, dies_at: int = 0) -> list[scripts.Lines]:
     """What each rank's optimizer steps looked like."""
-    Path(folder).mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as notes:
-        failure: Exception | None = None
-        try:
-            run_ranks(watch, str(script), folder, notes, dies_at, ranks=ranks, timeout=45.0)
-        except (NotYet, RankFailed) as error:
-            failure = error
-        files = [Path(notes, f"rank{rank}.jsonl") for rank in range(ranks)]
-        seen = [[json.loads(line) for line in f.read_text().splitlines()] if f.exists() else [] for f in files]
-        if failure and not (dies_at and len(seen[1]) == dies_at):
-            raise failure
-        return seen
+    seen, failed = scripts.watched(watch, script, folder, dies_at, ranks=ranks)
+    if failed and not (dies_at and len(seen[1]) == dies_at):
+        raise failed
+    return seen
 
 
-def _right(seen: list[list[dict[str, Any]]], rank: int, expected: list[dict[str, Any]], done: int) -> None:
+def _right(seen: list[scripts.Lines], rank: int, expected: scripts.Lines, done: int) -> None:
     """Whether a rank's steps are the expected ones, those after `done`; a killed run's survivor may miss the last."""
     ranks, steps = len(seen), seen[rank]
     about = f"rank {rank} of {ranks}" + (f", resumed after step {done}" if done else "")

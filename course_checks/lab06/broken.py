@@ -30,6 +30,7 @@ from course_checks.lab06.common import lab, rows_bytes, tied_llama
 from course_lib.notebook import table
 from course_lib.notebook.page import Page
 from course_lib.observe.memory import SavedForBackward
+from course_lib.training.gradients import local
 from course_lib.units import nice_bytes
 
 ROWS, LENGTH, OPTIONS = 12, 24, {"lr": 0.01, "weight_decay": 0.1}
@@ -84,7 +85,7 @@ class Program:
         return model(input_ids=rows, labels=rows, use_cache=False).loss
 
     def clip(self, model: LlamaForCausalLM, max_norm: float) -> float:
-        gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+        gradients = [local(p.grad) for p in model.parameters()]
         norm = nn.utils.get_total_norm(gradients)
         for gradient in gradients:
             gradient.mul_(min(1.0, max_norm / norm.item()))
@@ -104,8 +105,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def held_bytes(tensors: Any) -> int:
     """On this rank, of tensors with a dimension."""
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    return sum(t.nbytes for t in local if t.dim())
+    return sum(local(t).nbytes for t in tensors if t.dim())
 
 
 def on_a_rank(parts: Callable[[], Any], seed: int) -> dict[str, Any]:

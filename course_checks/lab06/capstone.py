@@ -16,19 +16,19 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from course_checks.harness import Contract, NotYet, fresh_seed, run_ranks, scripts
+from course_checks.harness import Contract, NotYet, fresh_seed, scripts
 from course_checks.lab06.common import chunk_rows, lab
 from course_lib.launch import RankFailed
 from course_lib.notebook.contents import ROOT
+from course_lib.training.gradients import local
 
 ONE_GPU = ROOT / "labs" / "06_fsdp" / "one_gpu.py"
-BATCH, ACCUMULATE, STEPS, SAVE_EVERY, BLOCKS, MAX_NORM = 24, 2, 16, 5, 2, 1.15
-OPTIONS = f"--batch-size {BATCH} --accumulate {ACCUMULATE} --save-every {SAVE_EVERY} --max-norm {MAX_NORM}".split()
+BATCH, STEPS, SAVE_EVERY, BLOCKS, MAX_NORM = 12, 16, 5, 2, 1.15
+OPTIONS = f"--batch-size {BATCH} --save-every {SAVE_EVERY} --max-norm {MAX_NORM}".split()
 SAVED_AT, DIES_AT = 2 * SAVE_EVERY, 3 * SAVE_EVERY
 LR, NORM, LOSS = "the learning rate", "the gradient norm", "the loss of a step"
 HINTS = {
@@ -42,12 +42,10 @@ HINTS = {
         f["done"] and f["clause"] in (LR, NORM)
     ),
     "is it the norm of all ranks' rows that clips?": lambda f: f[NORM] > 1.0001 * MAX_NORM,
-    "you average over micro-batches, and FSDP over the ranks": lambda f: f["clause"] == NORM and f["step"] == 1,
     "get_state_dict() makes an empty step on a fresh optimizer, and Adam counts it": lambda f: f["counted"] > f["step"],
     "zero_grad()? --max-norm? The same optimizer?": lambda f: f["clause"] == NORM,
-    "is it the mean over micro-batches and ranks?": lambda f: f["clause"] == LOSS,
+    "is it the mean over the ranks?": lambda f: f["clause"] == LOSS,
 }
-Steps = list[dict[str, Any]]  # what the witness wrote, a line per optimizer step
 start = functools.partial(scripts.start, ONE_GPU)
 
 
@@ -66,7 +64,7 @@ def watch(script: str, folder: str, notes: str, seed: int, dies_at: int) -> None
         if isinstance(module, LlamaForCausalLM):
             model = module
         elif isinstance(module, nn.Embedding) and torch.is_grad_enabled():
-            seen["rows"].append(args[0][:, :2].tolist())
+            seen["rows"] += args[0][:, :2].tolist()
 
     def step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal steps
@@ -75,24 +73,26 @@ def watch(script: str, folder: str, notes: str, seed: int, dies_at: int) -> None
         steps, weights = steps + 1, list(model.parameters())
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         moments = [t for state in optimizer.state.values() for t in state.values() if getattr(t, "ndim", 0)]
-        seen["squares"] = sum(_local(p.grad).double().square().sum().item() for p in stepped if p.grad is not None)
+        seen["squares"] = sum(local(p.grad).double().square().sum().item() for p in stepped if p.grad is not None)
         seen["counted"] = int(max((state.get("step", 0) for state in optimizer.state.values()), default=0))
         seen["lr"] = float(optimizer.param_groups[0]["lr"])
         seen["units"] = sum(isinstance(module, FSDPModule) for module in model.modules())
         seen["strangers"] = len({id(p) for p in stepped} - {id(p) for p in weights})
-        seen["weights"], seen["moments"] = (sum(_local(t).nbytes for t in part) for part in (weights, moments))
+        seen["weights"], seen["moments"] = (sum(local(t).nbytes for t in part) for part in (weights, moments))
         seen["shapes"] = [p.shape for p in weights]
-        with open(f"{notes}/rank{rank}.jsonl", "a") as file:
-            file.write(json.dumps(seen) + "\n")
+        write(**seen)
         seen["rows"] = []
+
+    def write(**line: Any) -> None:
+        with open(f"{notes}/rank{rank}.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def save(writer: FileSystemWriter, plan: SavePlan, *args: Any, **kwargs: Any) -> Any:
         last = dies_at and steps >= dies_at
         if last and rank == 1:
             store.wait(["rank 0 has written"])
             shards = sum(item.type == WriteItemType.SHARD for item in plan.items)
-            death = {"shards": shards, "in place": Path(writer.path, ".metadata").exists()}
-            Path(notes, "death").write_text(json.dumps(death))
+            write(shards=shards, in_place=Path(writer.path, ".metadata").exists())
             os.kill(os.getpid(), signal.SIGKILL)
         result = write_data(writer, plan, *args, **kwargs)
         if last:
@@ -103,10 +103,6 @@ def watch(script: str, folder: str, notes: str, seed: int, dies_at: int) -> None
     register_module_forward_pre_hook(forward)
     register_optimizer_step_post_hook(step)
     scripts.run_as_main(script, "--folder", folder, "--seed", str(seed), *OPTIONS)
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _leave_the_group() -> dist.TCPStore:
@@ -120,21 +116,21 @@ def _leave_the_group() -> dist.TCPStore:
     return store
 
 
-@lab.exercise("One script, fully sharded", importance=5, difficulty=4, minutes=40)
+@lab.exercise("One script, fully sharded", importance=5, difficulty=4, minutes=30)
 def fully_sharded(path: Callable[[], Any]) -> str:
     """By what the script does: one process's training on 2 ranks, killed in a save, and resumed on 2 and on 3."""
-    script, (seed, alone, losses, weights) = scripts.script_of(path()), one_process()
+    script, (seed, alone, losses) = scripts.script_of(path()), one_process()
     facts = {"done": 0, "seed": seed, "alone": alone}
     with tempfile.TemporaryDirectory() as folder:
         seen, death = _run(script, f"{folder}/run", 2, facts, DIES_AT)
         _right(seen, facts)
-        if not death or not death["shards"]:
+        if not death.get("shards"):
             raise NotYet(
                 f"after step {DIES_AT} rank 1 writes no rows: every rank calls dcp.save(), with its own shards"
             )
         if not list(Path(folder, "run").rglob(".metadata")):
             raise NotYet("rank 1 died in a save, and no complete checkpoint is left: delete old ones after the new one")
-        facts |= {"done": SAVED_AT, "in place": death["in place"]}
+        facts |= {"done": SAVED_AT, "in place": death["in_place"]}
         shutil.copytree(f"{folder}/run", f"{folder}/again")
         for where, ranks in ((f"{folder}/again", 2), (f"{folder}/run", 3)):
             seen, _ = _run(script, where, ranks, facts)
@@ -146,63 +142,50 @@ def fully_sharded(path: Callable[[], Any]) -> str:
                 lines = map(json.loads, Path(folder, "run", "losses.jsonl").read_text().splitlines())
                 other = [line for line in lines if line["loss"] != logged[line["step"] - 1]]
                 contract.holds(not other, f"before the crash {other[:1]} was logged, and then not the same bits")
-            contract.values("model.safetensors", _exported(where), weights, rtol=1e-3, atol=1e-4)
     held = f"{seen[0][-1]['weights']:,} bytes of {alone[0]['weights']:,} of weights, twice as much of Adam's moments"
     same = f"killed while it saved step {DIES_AT}, resumed after step {SAVED_AT}: 2 ranks log the same bits as before the crash"
-    return f"{same}; 3 ranks end with one process's losses and weights, and each holds {held}"
+    return f"{same}; 3 ranks take one process's steps, and each holds {held}"
 
 
 @functools.cache
-def one_process() -> tuple[int, Steps, list[float], dict[str, torch.Tensor]]:
-    """A seed, and the script for one GPU in one process: its steps, its losses, its weights."""
+def one_process() -> tuple[int, scripts.Lines, list[float]]:
+    """A seed, and the script for one GPU in one process: its steps, its losses."""
     with tempfile.TemporaryDirectory() as folder:
         steps = _run(ONE_GPU, folder, 1, {"seed": (seed := fresh_seed()), "alone": []})[0][0]
-        return seed, steps, scripts.logged_losses(folder, saved_at=STEPS, steps=STEPS), _exported(folder)
-
-
-def _exported(folder: str) -> dict[str, torch.Tensor]:
-    if not (file := Path(folder, "model", "model.safetensors")).exists():
-        raise NotYet("no model.safetensors in {folder}/model: at the end rank 0 calls save_pretrained()")
-    return load_file(file)
+        return seed, steps, scripts.logged_losses(folder, saved_at=STEPS, steps=STEPS)
 
 
 def _run(
-    script: Path, folder: str, ranks: int, facts: dict, dies_at: int = 0
-) -> tuple[list[Steps], dict[str, Any] | None]:
-    """Each rank's steps, and what rank 1 noted when it died in a save; adds to the facts where training began."""
-    Path(folder).mkdir(exist_ok=True)
-    failed: NotYet | RankFailed | None = None
-    with tempfile.TemporaryDirectory() as notes, mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
-        try:
-            run_ranks(watch, str(script), folder, notes, facts["seed"], dies_at, ranks=ranks, timeout=45.0)
-        except (NotYet, RankFailed) as error:
-            failed = error
-        files = [Path(notes, f"rank{rank}.jsonl") for rank in range(ranks)]
-        seen = [[json.loads(line) for line in f.read_text().splitlines()] if f.exists() else [] for f in files]
-        death = json.loads(Path(notes, "death").read_text()) if Path(notes, "death").exists() else None
-    facts |= {"strangers": 0, "begins": None}
-    for first in seen[0][:1]:
-        begins = [done for done, right in enumerate(facts["alone"]) if all(row in _rows(right) for row in _rows(first))]
-        facts |= {"strangers": first["strangers"], "begins": begins[0] if begins else None}
-    if isinstance(failed, RankFailed) and failed.where and death is None:
-        facts["raised"] = failed.cause_message
+    script: Path, folder: str, ranks: int, facts: dict[str, Any], dies_at: int = 0
+) -> tuple[list[scripts.Lines], dict[str, Any]]:
+    """Each rank's optimizer steps, and what rank 1 noted when it died in a save."""
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
+        seen, failed = scripts.watched(watch, script, folder, facts["seed"], dies_at, ranks=ranks)
+    if death := [line for lines in seen for line in lines if "shards" in line]:
+        return [[line for line in lines if line not in death] for lines in seen], death[0]
+    if isinstance(failed, RankFailed) and failed.where:
+        facts = facts | _begun(seen, facts["alone"]) | {"raised": failed.cause_message}
         first_line = failed.cause_message.partition("\n")[0]
         sentence = (
             f"your script raised {failed.cause_type}: {first_line}, on rank {failed.rank} of {ranks} at {failed.where}"
         )
         raise Contract(HINTS, facts).broken(sentence) from failed
-    if failed and death is None:
+    if failed:
         raise failed
-    return seen, death
+    return seen, {}
 
 
-def _rows(*steps: dict[str, Any]) -> list[list[int]]:
-    return sorted(row for step in steps for rows in step["rows"] for row in rows)
+def _begun(seen: list[scripts.Lines], alone: scripts.Lines) -> dict[str, Any]:
+    """After which of one process's steps training began, and how many strangers the optimizer steps."""
+    first = next(iter(seen[0]), {"rows": [[]], "strangers": 0})
+    begins = [done for done, right in enumerate(alone) if all(row in right["rows"] for row in first["rows"])]
+    return {"strangers": first["strangers"], "begins": begins[0] if begins else None}
 
 
-def _right(seen: list[Steps], facts: dict[str, Any]) -> None:
+def _right(seen: list[scripts.Lines], facts: dict[str, Any]) -> None:
     """Whether every rank's steps are the expected ones; a killed run may miss the last."""
     ranks, done, expected = len(seen), facts["done"], facts["alone"][facts["done"] :]
+    facts = facts | _begun(seen, facts["alone"])
     for rank, steps in enumerate(seen):
         about = f"rank {rank} of {ranks}" + (f", resumed after step {done}" if done else "")
         contract, least = Contract(HINTS, facts, about), STEPS - done if done else DIES_AT
@@ -216,16 +199,9 @@ def _right(seen: list[Steps], facts: dict[str, Any]) -> None:
             for what, each in (("weights", 4), ("moments", 8)):  # the first rank has the most rows
                 least, most = (each * _elements(right["shapes"], ranks, of) for of in (rank, 0))
                 contract.memory(f"its share of {what}", step[what], at_least=least, at_most=most)
-            micro, most_rows = BATCH // ACCUMULATE // ranks, max(map(len, step["rows"]))
-            contract.holds(
-                most_rows == micro,
-                f"{most_rows} rows go through at once, not {micro}: does each rank take its own share, in micro-batches?",
-            )
             contract.values(LR, step["lr"], right["lr"], rtol=1e-6)
-            sentence = (
-                "the ranks' rows are not those of the step's batch, each once: does each rank take its own share?"
-            )
-            contract.holds(_rows(*together) == _rows(right), sentence)
+            rows = f"the ranks' rows are not those of the step's batch, each once: does each take its own {BATCH // ranks}?"
+            contract.holds(sorted(sum((each["rows"] for each in together), [])) == sorted(right["rows"]), rows)
             norm = sum(each["squares"] for each in together) ** 0.5
             contract.values(NORM, norm, right["squares"] ** 0.5, rtol=1e-4)
 

@@ -88,7 +88,7 @@ def step(model: nn.Module, whole: nn.Module) -> dict[str, Any]:
     return {"right": right, "loss": loss.item(), GATHERED: gathered, "whole again": whole_again}
 
 
-@lab.exercise("A model from its folder", importance=5, difficulty=3, minutes=15)
+@lab.exercise("A model from its folder", importance=5, difficulty=3, minutes=10)
 def loaded(load: Callable[..., Any]) -> str:
     """The file's weights in fp32 rows, tied, with whole buffers, gathered in bf16; and no rank ever had the whole."""
     seed = fresh_seed()

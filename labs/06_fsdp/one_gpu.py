@@ -19,7 +19,7 @@ def batch_of(step, rows, seed):  # each row counts from some number on, by ones 
     return (first + (1 + odd % 2) * torch.arange(LENGTH)) % VOCABULARY
 
 
-def main(folder, batch_size, accumulate, max_norm, save_every, seed):
+def main(folder, batch_size, max_norm, save_every, seed):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, head_dim=10, use_cache=False, **SIZES)).to(device)
@@ -32,27 +32,23 @@ def main(folder, batch_size, accumulate, max_norm, save_every, seed):
             part.load_state_dict(state)
 
     for step in range(scheduler.last_epoch, STEPS):
-        loss_of_step = 0.0
-        for rows in batch_of(step, batch_size, seed).to(device).chunk(accumulate):
-            loss = model(input_ids=rows, labels=rows).loss / accumulate
-            loss.backward()
-            loss_of_step += loss.item()
+        rows = batch_of(step, batch_size, seed).to(device)
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         with open(f"{folder}/losses.jsonl", "a") as log:
-            log.write(json.dumps({"step": step + 1, "loss": loss_of_step}) + "\n")
+            log.write(json.dumps({"step": step + 1, "loss": loss.item()}) + "\n")
         if (step + 1) % save_every == 0:
             torch.save([part.state_dict() for part in (model, optimizer, scheduler)], f"{folder}/saving")
             os.rename(f"{folder}/saving", f"{folder}/step-{step + 1}")  # complete, or not there at all
-
-    model.save_pretrained(f"{folder}/model")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", required=True)
-    for name, value in {"batch_size": 48, "accumulate": 4, "max_norm": 1.0, "save_every": 4, "seed": 0}.items():
+    for name, value in {"batch_size": 12, "max_norm": 1.0, "save_every": 4, "seed": 0}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     main(**vars(parser.parse_args()))

@@ -29,14 +29,14 @@ def state_of(model, optimizer, scheduler):
     return {"model": weights, "optimizer": moments, "scheduler": scheduler.state_dict()}
 
 
-def main(folder, batch_size, accumulate, max_norm, save_every, seed):
+def main(folder, batch_size, max_norm, save_every, seed):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if batch_size % (ranks * accumulate):
-        raise ValueError(f"{ranks} ranks cannot share {batch_size} rows evenly in {accumulate} micro-batches")
+    if batch_size % ranks:
+        raise ValueError(f"{ranks} ranks cannot share {batch_size} rows evenly")
     mesh = init_device_mesh(device, (ranks,))
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, head_dim=10, use_cache=False, **SIZES)).to(device)
@@ -54,35 +54,28 @@ def main(folder, batch_size, accumulate, max_norm, save_every, seed):
         scheduler.load_state_dict(state["scheduler"])
 
     for step in range(scheduler.last_epoch, STEPS):
-        loss_of_step = torch.zeros((), device=device)
-        share = batch_of(step, batch_size, seed).chunk(ranks)[rank].to(device)
-        for rows in share.chunk(accumulate):
-            loss = model(input_ids=rows, labels=rows).loss / accumulate
-            loss.backward()
-            loss_of_step += loss.detach() / ranks
+        rows = batch_of(step, batch_size, seed).chunk(ranks)[rank].to(device)
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        dist.all_reduce(loss_of_step)
+        mean_loss = loss.detach() / ranks
+        dist.all_reduce(mean_loss)
         if rank == 0:
             with open(f"{folder}/losses.jsonl", "a") as log:
-                log.write(json.dumps({"step": step + 1, "loss": loss_of_step.item()}) + "\n")
+                log.write(json.dumps({"step": step + 1, "loss": mean_loss.item()}) + "\n")
         if (step + 1) % save_every == 0:
             dcp.save(state_of(model, optimizer, scheduler), checkpoint_id=f"{folder}/saving")
             if rank == 0:  # every rank has written its rows when save() returns
                 os.rename(f"{folder}/saving", f"{folder}/step-{step + 1}")
-
-    options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    whole = states.get_model_state_dict(model, options=options)  # on every rank; rank 0 alone gets tensors
-    if rank == 0:
-        model.save_pretrained(f"{folder}/model", state_dict=whole)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", required=True)
-    for name, value in {"batch_size": 48, "accumulate": 4, "max_norm": 1.0, "save_every": 4, "seed": 0}.items():
+    for name, value in {"batch_size": 12, "max_norm": 1.0, "save_every": 4, "seed": 0}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     main(**vars(parser.parse_args()))

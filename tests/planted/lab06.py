@@ -22,15 +22,15 @@ _OWN_NORM = """        gradients = [p.grad.to_local() for p in model.parameters(
 MUTANTS = [
     ("own_unit", ".clone()  # a view would keep the whole", "", "clone()"),
     ("own_unit", "            dist.broadcast(p.data, 0)\n", "", "broadcast before"),
-    ("own_unit", "local_rows = p.data[self.rank * rows : (self.rank + 1) * rows]", "local_rows = p.data.tensor_split(self.ranks)[self.rank]", "torch.chunk"),
+    ("own_unit", "p.data.chunk(self.ranks)[self.rank]", "p.data.flatten().chunk(self.ranks)[self.rank]", "shared evenly"),
     ("own_unit", ", requires_grad=p.requires_grad))", "))", "requires_grad"),
-    ("own_unit", "  # on each rank, with padding\n        self.free()\n", "\n", "still there"),
+    ("own_unit", "        self.sizes = [shard.numel() for shard in self.shards]\n        self.free()\n", "        self.sizes = [shard.numel() for shard in self.shards]\n", "still there"),
     ("own_unit", "        for p in self.parameters:\n            p.untyped_storage().resize_(0)\n", "        raise NotImplementedError\n", "in __init__: free() is not"),
     ("own_unit", "        for p in self.parameters:\n            p.untyped_storage().resize_(0)\n", "        for p in self.parameters:\n            p.data = p.data[:0].clone()\n", "has no memory"),
     ("own_unit", "        for p in self.parameters:\n            p.untyped_storage().resize_(0)\n", "        for p in [] if hasattr(self, 'done') else self.parameters:\n            p.untyped_storage().resize_(0)\n        self.done = True\n", "resize its storage"),
-    ("own_unit", "        flat = torch.cat([self.padded(shard", "        raise NotImplementedError\n        flat = torch.cat([self.padded(shard", "step 1 of 3 is right: each of 3 ranks"),
-    ("own_unit", "self.padded(shard, size) for shard, size in zip(self.shards, self.sizes, strict=True)", "self.padded(shard, self.rows_per_rank(p) * p[0].numel()) for shard, p in zip(self.shards, self.parameters, strict=True)", "only for its p[0]"),
-    ("own_unit", "rows.flatten()[: p.numel()]", "everyone.flatten()[: p.numel()]", "rank by rank"),
+    ("own_unit", "        flat = torch.cat(", "        raise NotImplementedError\n        flat = torch.cat(", "step 1 of 3 is right: each of 3 ranks"),
+    ("own_unit", "        flat = torch.cat(", "        self.parameters[0][0]\n        flat = torch.cat(", "only for its p[0]"),
+    ("own_unit", "rows.reshape(p.shape)", "everyone[: p.numel()].reshape(p.shape)", "rank by rank"),
     ("own_unit", "        dist.all_gather_into_tensor(everyone, flat)\n", "        if not hasattr(self, 'kept'):\n            dist.all_gather_into_tensor(everyone, flat)\n            self.kept = everyone.tolist()\n        everyone = torch.tensor(self.kept)\n", "gathered once a step"),
     ("own_unit", "        dist.all_gather_into_tensor(everyone, flat)\n", """        parts = [flat.new_empty(self.ranks * size) for size in self.sizes]
         for part, piece in zip(parts, flat.split(self.sizes), strict=True):
@@ -38,9 +38,9 @@ MUTANTS = [
         everyone = torch.cat([part.view(self.ranks, -1) for part in parts], dim=1)
 """, "parameter by parameter"),
     ("own_unit", "            p.data.copy_(", "            p.copy_(", "p.data"),
-    ("own_unit", "            p.data.copy_(rows.flatten()[: p.numel()].view_as(p))", "            p.data = rows.flatten()[: p.numel()].view_as(p).clone()", "another storage"),
-    ("own_unit", "        self.free()\n        pairs", "        raise NotImplementedError\n        pairs", "step 2 of 3 is right"),
-    ("own_unit", "        self.free()\n        pairs", "        pairs", "still hold parameters or full gradients"),
+    ("own_unit", "            p.data.copy_(rows.reshape(p.shape))", "            p.data = rows.reshape(p.shape).clone()", "another storage"),
+    ("own_unit", "        self.free()\n        lines", "        raise NotImplementedError\n        lines", "step 2 of 3 is right"),
+    ("own_unit", "        self.free()\n        lines", "        lines", "still hold parameters or full gradients"),
     ("own_unit", "            p.grad = None\n", "            pass\n", "still hold parameters or full gradients"),
     ("own_unit", "        mean /= self.ranks\n", "", "FSDP averages"),
     ("own_unit", "gradient if shard.grad is None else shard.grad + gradient", "gradient", "add to .grad"),
@@ -84,21 +84,14 @@ MUTANTS = [
     ("clip_sharded", _REDUCE, """    everyone = [torch.empty_like(total) for _ in range(mesh["shard"].size())]
     dist.all_gather(everyone, total, group=mesh.get_group("shard"))
     total = sum(everyone)""", "one all_reduce"),
-    ("first_change", "[max(s.start for s in same)", "[min(s.start for s in same)", "waiting, and not transfer"),
-    ("first_change", "copying = {s.thread for s in mine}", "copying = set()", "is a copy"),
-    ("first_change", 's.kind == "forward" and', 's.kind != "collective" and', "raised ValueError"),
-    ("first_change", 's.kind == "forward" and', '(s.kind == "forward" or s.name.startswith("FSDP")) and', "nested labels"),
-    ("first_change", "transfer += b - a", "transfer += len(running) * (b - a)", "one moment"),
-    ("first_change", "any(everywhere[k] <= a for k in running)", "running", "waiting, and not transfer"),
+    ("first_change", "if piece.begun:", "if True:", "waiting, and not transfer"),
+    ("first_change", "if piece.begun:", "if piece.begun == piece.gathers:", "begun one of them"),
     ("first_change", "min(transfer, free)", "transfer", "no more compute than there is"),
-    ("first_change", "0 if running else b - a", "b - a", "is taken"),
-    ("first_change", '        saves["balance"] += waiting / len(traces)\n        saves["prefetch"] += min(transfer, free) / len(traces)\n        saves["bf16"] += transfer / 2 / len(traces)\n', '        saves["balance"] += waiting\n        saves["prefetch"] += min(transfer, free)\n        saves["bf16"] += transfer / 2\n', "not the sum"),
-    ("first_change", "exposed[s.name] += b - a if s.start <= a and b <= s.end else 0", "exposed[s.name] = max(exposed[s.name], b - a if s.start <= a and b <= s.end else 0)", "exposed seconds over all"),
-    ("first_change", "any(everywhere[k] <= a for k in running)", "all(everywhere[k] <= a for k in running)", "two gathers at once"),
-    ("first_change", 's.name.startswith("layers.")', 's.kind == "other"', "FSDP::"),
+    ("first_change", "0 if piece.gathers else piece.seconds", "piece.seconds", "is taken"),
+    ("first_change", "    change = max(saves", "    saves = Counter({name: seconds * len(ranks) for name, seconds in saves.items()})\n    change = max(saves", "not the sum"),
+    ("first_change", "exposed[piece.unit] += piece.seconds", "exposed[piece.unit] = max(exposed[piece.unit], piece.seconds)", "exposed seconds over all"),
     ("first_change", "transfer / 2 / len", "transfer / len", "'bf16' saves"),
     ("first_change", "    change = max(saves, key=saves.get)", "    change = 'prefetch'", "and 'balance'"),
-    ("first_change", "sorted(cuts | set(everywhere))", "sorted(cuts)", "saves at most"),
     ("fully_sharded", "fully_sharded.py", "nowhere.py", "no file"),
     ("hybrid", "(shard - 1) / shard *", "(shard > 1) *", "n-1 of n"),
     ("hybrid", "2 * (replicate - 1)", "(replicate - 1)", "an all-reduce is"),
@@ -119,9 +112,9 @@ SCRIPT_MUTANTS = [
     ("    fully_shard(model, mesh=mesh)\n", "", "stays whole"),
     (_UNITS + _OPTIMIZER, _OPTIMIZER + _UNITS, "after sharding"),
     (_CLIP, _OWN_NORM, "all ranks' rows"),
-    ("labels=rows).loss / accumulate", "labels=rows).loss", "you average over micro-batches"),
+    ("labels=rows).loss\n", "labels=rows).loss / ranks\n", "zero_grad()?"),
     (".chunk(ranks)[rank]", ".chunk(ranks)[0]", "own share"),
-    ("        dist.all_reduce(loss_of_step)\n", "", "micro-batches and ranks"),
+    ("        dist.all_reduce(mean_loss)\n", "", "mean over the ranks"),
     (_SAVE, _SAVE.splitlines()[0].replace("saving", "step-1") + "\n", "overwrote"),
     (_SAVE, _SAVE.splitlines()[0].replace("saving", "step-{step + 1}") + "\n", "killed run was writing"),
     (', key=lambda path: int(path.name.removeprefix("step-"))', "", "as text"),
@@ -228,46 +221,21 @@ def repaired():
 
     return Other
 """
-_CLIPPED = """
-def first_change(traces):
-    def union(spans):
-        result = []
-        for a, b in sorted((s.start, s.end) if isinstance(s, Span) else s for s in spans):
-            if result and a <= result[-1][1]:
-                result[-1] = (result[-1][0], max(b, result[-1][1]))
-            else:
-                result.append((a, b))
-        return result
+_ARRAYS = """
+def first_change(ranks):
+    import numpy as np
 
-    def both(one, other):
-        return [(max(a, c), min(b, d)) for a, b in one for c, d in other if max(a, c) < min(b, d)]
-
-    def without(one, other):
-        for c, d in other:
-            one = [piece for a, b in one for piece in ((a, min(b, c)), (max(a, d), b)) if piece[0] < piece[1]]
-        return one
-
-    def length(pieces):
-        return sum(b - a for a, b in pieces)
-
-    moving = [sorted((s for s in t if s.kind == "collective"), key=lambda s: s.start) for t in traces]
-    last = [max(rank[k].start for rank in moving) for k in range(len(moving[0]))]
-    units, balance, prefetch, bf16 = {}, [], [], []
-    for trace, mine in zip(traces, moving):
-        busy = union([s for s in trace if s.kind in ("forward", "backward", "optimizer") and s.thread not in {m.thread for m in mine}])
-        exposed = without(union(mine), busy)
-        moves = union([(max(s.start, last[k]), s.end) for k, s in enumerate(mine) if s.end > last[k]])
-        transfer = length(both(exposed, moves))
-        free = length(without(busy, union(mine)))
-        balance.append(length(exposed) - transfer)
-        prefetch.append(min(transfer, free))
-        bf16.append(transfer / 2)
-        for s in trace:
-            if s.kind == "other" and s.name.startswith("layers"):
-                units[s.name] = units.get(s.name, 0) + length(both(exposed, [(s.start, s.end)]))
-    n = len(traces)
-    seconds, change = max((sum(balance) / n, "balance"), (sum(prefetch) / n, "prefetch"), (sum(bf16) / n, "bf16"))
-    return [max(units, key=units.get), change, seconds]
+    totals, saved = {}, []
+    for pieces in ranks:
+        seconds = np.array([piece.seconds for piece in pieces])
+        gathers, begun, computes = (np.array([bool(getattr(p, n)) for p in pieces]) for n in ("gathers", "begun", "computes"))
+        exposed = gathers & ~computes
+        transfer = seconds[exposed & begun].sum()
+        saved.append([seconds[exposed & ~begun].sum(), min(transfer, seconds[computes & ~gathers].sum()), transfer / 2])
+        for piece, out in zip(pieces, exposed):
+            totals[piece.unit] = totals.get(piece.unit, 0) + piece.seconds * bool(out)
+    best = np.mean(saved, 0)
+    return [sorted(totals, key=totals.get)[-1], ["balance", "prefetch", "bf16"][best.argmax()], best.max()]
 """
 _RANGES = """
 import numpy as np
@@ -304,6 +272,6 @@ RIGHT = {
     "loaded": [_ROW_BY_ROW],
     "repaired": [_OTHER],
     "clip_sharded": [_DOUBLE],
-    "first_change": [_CLIPPED],
+    "first_change": [_ARRAYS],
     "hybrid": [_RANGES],
 }
