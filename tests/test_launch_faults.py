@@ -22,6 +22,7 @@ from processes import PATIENCE, python, runs, until
 from refusals import assert_refused
 
 from course_lib.launch import RankFailed, RanksHung, launch
+from course_lib.launch.failures import place
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -73,6 +74,12 @@ def test_a_rank_that_raises_is_named_with_its_line_and_whom_it_took_down():
     assert "in divide" in report and "course_lib" not in report and "elastic" not in report
     copy = pickle.loads(pickle.dumps(failure))
     assert (str(copy), copy.rank, copy.where) == (report, 1, failure.where)
+
+
+def test_a_line_is_quoted_as_it_stands_now(tmp_path: Path):
+    for line in ("x = 1", "x = 1 / 0"):
+        (tmp_path / "train.py").write_text(line)
+        assert place(str(tmp_path / "train.py"), 1) == f"train.py, line 1: `{line}`"
 
 
 def test_a_rank_that_exits_dies_or_returns_early_is_named(tmp_path):
