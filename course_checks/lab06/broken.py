@@ -156,6 +156,9 @@ def observe(parts: type, ranks: int = 2) -> Page:
     run = run_ranks(on_a_rank, lambda: parts, 1, ranks=ranks, timeout=60.0)
     model = list(tied_llama(layers=BLOCKS, vocab=VOCAB).parameters())
     print(f"In one process: {sum(p.numel() for p in model):,} parameters, {nice_bytes(held_bytes(model))} of weights.")
+    print(
+        f"A process that recomputes each block keeps {nice_bytes(run.results[0]['needed'])} of these rows for backward."
+    )
     print(f"In this program: {run.results[0]['elements']:,} parameters.")
     for rank, seen in enumerate(run.results):
         print(

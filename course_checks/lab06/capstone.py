@@ -43,6 +43,7 @@ HINTS = {
     ),
     "is it the norm of all ranks' rows that clips?": lambda f: f[NORM] > 1.0001 * MAX_NORM,
     "get_state_dict() makes an empty step on a fresh optimizer, and Adam counts it": lambda f: f["counted"] > f["step"],
+    "FSDP takes the mean over the ranks already": lambda f: abs(f["ranks"] * f[NORM] / f["right norm"] - 1) < 1e-3,
     "zero_grad()? --max-norm? The same optimizer?": lambda f: f["clause"] == NORM,
     "is it the mean over the ranks?": lambda f: f["clause"] == LOSS,
 }
@@ -202,8 +203,9 @@ def _right(seen: list[scripts.Lines], facts: dict[str, Any]) -> None:
             contract.values(LR, step["lr"], right["lr"], rtol=1e-6)
             rows = f"the ranks' rows are not those of the step's batch, each once: does each take its own {BATCH // ranks}?"
             contract.holds(sorted(sum((each["rows"] for each in together), [])) == sorted(right["rows"]), rows)
-            norm = sum(each["squares"] for each in together) ** 0.5
-            contract.values(NORM, norm, right["squares"] ** 0.5, rtol=1e-4)
+            norm, right_norm = sum(each["squares"] for each in together) ** 0.5, right["squares"] ** 0.5
+            facts |= {"ranks": ranks, "right norm": right_norm}
+            contract.values(NORM, norm, right_norm, rtol=1e-4)
 
 
 def _elements(shapes: list[list[int]], ranks: int, rank: int) -> int:

@@ -51,6 +51,7 @@ HINTS = {
     "all parameters of a module go into one call, not parameter by parameter": when(CALLS, "many"),
     "gathered once a step: what forward gathered was kept for backward": when(CALLS, "once"),
     "reduce_scatter sums, and FSDP averages: divide by the number of ranks": when(GRADIENT, "sum"),
+    "line r of what you send goes to rank r, and must hold its rows of all gradients": when(GRADIENT, "flat"),
     "it is that of this rank's own data: the ranks' gradients were never added up": when(GRADIENT, "own"),
     "one backward() is right, and a second without zero_grad() is not: it must add to .grad": when(GRADIENT, "step"),
 }
@@ -163,7 +164,10 @@ class Chain:
         contract.holds(all(s.grad is not None for s in shards if s.numel()), "after backward() a shard has no .grad")
         got = vector(shard if shard.grad is None else shard.grad for shard in shards)
         right, own = vector(self.mine(p.grad) for p in trained), vector(map(self.mine, of_own_data))
-        facts["sum"], facts["own"] = (torch.allclose(got, slip, 1e-3, 1e-6) for slip in (self.ranks * right, own))
+        blocks = [block for number, block in enumerate(self.twin) if number != FROZEN]
+        flat = torch.cat([self.mine(vector(p.grad for p in block.parameters())) for block in blocks])
+        for slip, value in {"sum": self.ranks * right, "flat": flat, "own": own}.items():
+            facts[slip] = torch.allclose(got, value, 1e-3, 1e-6)
         contract.values(GRADIENT, got, right, rtol=1e-3, atol=1e-6)
         self.traffic(calls, f"training step {step + 1}", backwards=backwards)
         optimizer = torch.optim.SGD([*shards, *trained], lr=0.05)
