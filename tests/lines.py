@@ -32,8 +32,8 @@ ROOMS = {
         1611,
         600,
     ),  # every cell says that it runs, the map is a page of cards, buckets and stages have sliders, and a recorded step a player
-    "course_lib/figures": (1850, 950),  # a figure becomes a compact SVG; gigabytes
-    "course_lib/on_cpu": (90, 500),  # came from training
+    "course_lib/figures": (1793, 950),  # a figure becomes a compact SVG; gigabytes
+    "course_lib/on_cpu": (148, 500),  # NF4 came from training
     "course_lib": (600, 300),  # a lesson's opening picture in Colab
     "course_tools/planning": (3705, 2500),  # a ZeRO plan's script brings its JSON
     "course_tools/axolotl": (3089, 2000),  # a notebook needs no remark that it waits
@@ -47,9 +47,9 @@ ROOMS = {
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (2680, 1300),
     "tests": (
-        14869,
+        14880,
         9700,
-    ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser
+    ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces
     "benchmarks": (2334, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one
     "site": (469, 450),
 }

@@ -12,7 +12,8 @@ from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
 from course_lib.observe import tensor_bytes
 from course_lib.observe.memory import optimizer_tensors
-from course_lib.training.finetune import building, nf4_on_cpu
+from course_lib.on_cpu.bitsandbytes import prepare_bitsandbytes
+from course_lib.training.finetune import building
 from course_lib.training.finetune.building import (
     autocast,
     build_model,
@@ -84,7 +85,7 @@ def test_nf4_unpacks_to_the_nearest_of_its_16_levels():
     """bitsandbytes' AVX-512 kernel takes other blocks' scales where rows are not whole blocks."""
     import bitsandbytes.functional as F
 
-    nf4_on_cpu.repair()
+    prepare_bitsandbytes()
     for columns in (16, 48, 64, 104, 576):
         weight = torch.randn(64, columns, generator=torch.Generator().manual_seed(0))
         packed, state = F.quantize_4bit(weight, blocksize=64, quant_type="nf4")

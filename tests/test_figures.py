@@ -29,10 +29,10 @@ from course_lib.figures import (
     collectives,
     frameworks,
     grid,
+    number_formats,
     pipeline,
     ranks,
     sharding,
-    single_gpu,
     splits,
     style,
     units,
@@ -87,7 +87,6 @@ SENT = [
     {"name": "FSDP2", "counted": {"all_gather": 2 * MIB, "reduce_scatter": MIB}, "formula": 4 * MIB},
     {"name": "DDP", "counted": 3 * MIB},
 ]
-ROW = {"technique": "full", "weights": MIB, "gradients": MIB, "optimizer": 2 * MIB, "activations": MIB, "peak": 5 * MIB}
 STATE = np.abs(np.random.default_rng(0).normal(size=512)) * 1e-6
 FRAMEWORKS = [
     {"name": "DDP", "ranks": 2, "held": 3 * MIB, "sent": None, "seconds": 0.25},
@@ -111,11 +110,9 @@ DRAWINGS = [
     partial(figures.stacked_against_cards, {"a": {"engine": 1, "cache": 2}, "b": {}}, cards={"c": 9}, title="Parts"),
     partial(figures.allocated_and_reserved, SNAPSHOT, title="Reserved", note="emulated"),
     partial(figures.segments, {"now": ALLOCATOR.segments}, title="Segments", note="simulated"),
-    partial(single_gpu.memory_by_technique, [ROW, ROW | {"technique": "lora", "predicted": MIB}]),
-    partial(single_gpu.gradient_window, {"plain": [2.0**-30, 1.0, 0.0], "scaled": [2.0**-14, 2.0**16]}),
-    partial(single_gpu.blockwise_state, STATE, {"flat": STATE * (STATE > 1e-6)}, block=256, title="A state"),
-    partial(single_gpu.four_bit_levels, np.linspace(-1, 1, 64), {"even": np.linspace(-1, 1, 16)}),
-    partial(single_gpu.learning, {"lora": [3, 2]}, {"lora": (3, 1.5)}, title="Learning"),
+    partial(number_formats.gradient_window, {"plain": [2.0**-30, 1.0, 0.0], "scaled": [2.0**-14, 2.0**16]}),
+    partial(number_formats.blockwise_state, STATE, {"flat": STATE * (STATE > 1e-6)}, block=256, title="A state"),
+    partial(number_formats.four_bit_levels, np.linspace(-1, 1, 64), {"even": np.linspace(-1, 1, 16)}),
     *(partial(collectives.before_and_after, [kind]) for kind in collectives.KINDS),
     partial(collectives.ring_step, 4, 6),
     partial(collectives.ring_steps, 4),
@@ -173,7 +170,7 @@ def test_every_function_draws_with_words_and_title_and_survives_grey(drawn):
         kind, _, data = stored.partition(";base64,")
         pixels = np.asarray(Image.open(io.BytesIO(style.png(drawn[-1]))).convert("L"), dtype=float)
         titles = [axis.get_title(loc=place) for axis in drawn[-1].axes for place in ("center", "left")]
-        many_points = drawing.func in (figures.step_memory, single_gpu.blockwise_state)
+        many_points = drawing.func in (figures.step_memory, number_formats.blockwise_state)
         facts = {
             "SVG, or PNG where there are too many points": kind == f"data:image/{'png' if many_points else 'svg+xml'}",
             "small": len(data) < 90_000 and pixels.shape[1] > 1200,
@@ -328,7 +325,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
             (lambda: figures.timeline([[], []], title="x"), ValueError, "spans"),
             (lambda: figures.segments({}, title="t", note="n"), ValueError, ""),
             (lambda: style.picture(style.new_figure()[0], "  "), ValueError, "alternative text"),
-            (lambda: single_gpu.gradient_window({"zeros": [0.0]}), ValueError, "'zeros'"),
+            (lambda: number_formats.gradient_window({"zeros": [0.0]}), ValueError, "'zeros'"),
             (lambda: collectives.before_and_after(["gossip"]), ValueError, "broadcast"),
             (lambda: collectives.ring_state(4, 7), ValueError, "step=7"),
             (lambda: sharding.bytes_by_stage([{"name": "ZeRO-9", "measured": {"peak": 5}}]), ValueError, "'ZeRO-9'"),

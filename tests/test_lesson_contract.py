@@ -43,7 +43,6 @@ EXTRA = {("07_axolotl", "seconds"): 90}
 
 # Notebook -> the rules that it does not keep yet. The list only gets shorter: a rule that is kept must leave it.
 EXCEPTIONS: dict[str, str] = {
-    "02_single_gpu": "words cells lines longest_cell figures seconds longest_wait opening closing typed taught",
     "03_collectives": "longest_cell figures opening closing devices",
     "07_axolotl": "words cells lines opening closing typed devices",
     "08_3d_parallelism": "words cells lines longest_cell figures seconds longest_wait opening closing typed taught",
@@ -53,7 +52,7 @@ EXCEPTIONS: dict[str, str] = {
 # torch.distributed.broadcast. A leading dot: a method of anything. "$ ": a shell command. A bar: one of them is enough.
 MUST_TYPE = {
     1: ["torch.autograd.graph.saved_tensors_hooks", "torch.cuda.memory._record_memory_history"],
-    2: ["torch.utils.checkpoint.checkpoint", ".gradient_checkpointing_enable", "torch.amp.GradScaler|torch.GradScaler",
+    2: ["torch.utils.checkpoint.checkpoint", ".activation_checkpointing_enable", "torch.amp.GradScaler|torch.GradScaler",
         "torch.autocast|torch.amp.autocast", "bitsandbytes.optim.*8bit", "peft.get_peft_model", "peft.LoraConfig",
         "peft.prepare_model_for_kbit_training", "transformers.BitsAndBytesConfig"],
     3: ["torch.distributed.broadcast", "torch.distributed.all_reduce", "torch.distributed.reduce_scatter_tensor",

@@ -20,7 +20,7 @@ from course_tools.planning.small_run import run, shrunk
 # Every program of the course, by a plan that it runs
 PROGRAMS = {
     "single": a_plan("single", dp=1, on="1xcpu"),
-    "qlora": a_plan("single", dp=1, on="1xcpu", method="qlora", seq_len=256, activation_checkpointing="selective"),
+    "one_device": a_plan("single", dp=1, on="1xcpu", method="qlora", seq_len=256, activation_checkpointing="selective"),
     "accelerate_ddp": a_plan("ddp"),
     "zero": a_plan("zero3", activation_checkpointing="full", offload="all"),
     "fsdp": a_plan("fsdp", activation_checkpointing="selective", offload="all"),

@@ -17,7 +17,7 @@ from axolotl.integrations.base import BasePlugin
 from axolotl.utils import environment
 from axolotl.utils.dict import DictDefault
 
-from course_lib.training.finetune import nf4_on_cpu
+from course_lib.on_cpu.bitsandbytes import prepare_bitsandbytes
 
 # Set by Axolotl from the YAML. Accelerate obeys them on accelerators only, and on CPU ranks falls back to plain DDP
 # without a word.
@@ -60,4 +60,4 @@ class CPURanks(BasePlugin):
         if not torch.cuda.is_available():
             cfg.device_map = {"": "cpu"}
             if cfg.load_in_4bit:
-                nf4_on_cpu.repair()
+                prepare_bitsandbytes()

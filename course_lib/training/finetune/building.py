@@ -29,7 +29,7 @@ import torch
 from course_lib.choices import check_choice
 from course_lib.launch import rank_device
 from course_lib.models import load, tiny_llama
-from course_lib.training.finetune import nf4_on_cpu
+from course_lib.on_cpu.bitsandbytes import prepare_bitsandbytes
 from course_lib.training.finetune.activation_checkpointing import set_checkpointing
 
 ATTENTIONS = {"flash": "sdpa", "eager": "eager"}  # sdpa picks a kernel that never writes the T x T scores
@@ -158,7 +158,7 @@ def quantize_linears(model: torch.nn.Module, compute: torch.dtype, device: torch
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    nf4_on_cpu.repair()
+    prepare_bitsandbytes()
     linears = [(name, module) for name, module in model.named_modules() if type(module) is torch.nn.Linear]
     for name, linear in linears:
         if name.split(".")[-1] == "lm_head":  # often the embedding itself; and the last layer forgives rounding least

@@ -66,7 +66,7 @@ def _single(plan: Plan, model: str, given: dict[str, Any]) -> tuple[str, dict[st
     if plan.method == "full" and model == "tiny":
         return f"{ROOM}.single", given | {"gradient_accumulation_steps": plan.num_microbatches}
     del given["global_batch"]
-    return f"{ROOM}.finetune.qlora", given | {
+    return f"{ROOM}.finetune.one_device", given | {
         "model": model,
         "method": plan.method,
         "micro_batch_size": plan.micro_batch_size,

@@ -16,7 +16,6 @@ from course_lib.training.finetune.building import (
     build_model,
     build_optimizer,
     grad_scaler,
-    peft_may_use_the_old_name,
     quantization_constants,
     trainable,
 )
@@ -201,23 +200,6 @@ def save_to(folder: str, model: Any) -> None:
     """Write the adapter, or a model without one, to `folder`."""
     # "auto" would ask the hub whether the vocabulary has grown; it has not
     model.save_pretrained(folder, **({"save_embedding_layers": False} if hasattr(model, "peft_config") else {}))
-
-
-def with_adapter(name: str, adapter: str, *, precision: str = "fp32", device: str | None = None) -> Any:
-    """The unquantized model `name` with the adapter in folder `adapter` beside its weights, ready to answer.
-
-    An adapter of "qlora" was trained beside 4-bit weights, so beside the exact ones it is off by their rounding.
-    """
-    from peft import PeftModel
-
-    model, _ = build_model(name, method="full", precision=precision, device=device)
-    with peft_may_use_the_old_name():
-        return PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False).eval()
-
-
-def merged(name: str, adapter: str, *, precision: str = "fp32", device: str | None = None) -> Any:
-    """As `with_adapter`, the adapter added into the weights: a plain model again."""
-    return with_adapter(name, adapter, precision=precision, device=device).merge_and_unload().eval()
 
 
 if __name__ == "__main__":

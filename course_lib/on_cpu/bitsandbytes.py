@@ -8,6 +8,7 @@ another branch, which is right. GPUs are not affected.
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from math import prod
 from typing import Any
@@ -18,8 +19,15 @@ OPERATOR = "bitsandbytes::dequantize_4bit"
 
 
 @functools.cache
-def repair() -> bool:
-    """Replace the CPU kernel of this process if it is wrong; returns whether it was. Call it once bitsandbytes is wanted."""
+def prepare_bitsandbytes() -> bool:
+    """Replace the CPU kernel of this process if it is wrong, and keep PEFT's remarks off the page.
+
+    Call it once bitsandbytes is wanted. Returns whether the kernel was wrong.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, once PEFT imports it, logs what it looks for
+    # PEFT uses transformers' old names; nobody on the page can act on that
+    warnings.filterwarnings("ignore", "`(is_gradient_checkpointing|gradient_checkpointing_enable)` is", FutureWarning)
     import bitsandbytes.functional as F
 
     block = 64

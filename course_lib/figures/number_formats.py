@@ -1,8 +1,8 @@
-"""Lesson 2's pictures: memory by technique, gradients against fp16's range, an 8-bit state, NF4's levels, learning."""
+"""What a number format can hold: gradients against fp16's range, an 8-bit state, NF4's levels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from course_lib.figures.style import (
@@ -10,49 +10,16 @@ from course_lib.figures.style import (
     HATCHES,
     LINES,
     legend_below,
-    line_style,
     new_figure,
     picture,
     require,
-    stacked_bars,
 )
-from course_lib.units import MIB
 
 if TYPE_CHECKING:
     from course_lib.figures.style import Picture
 
-PARTS = {"weights": COLOURS[0], "gradients": COLOURS[1], "optimizer": COLOURS[2], "activations": COLOURS[4]}
 FP16_SMALLEST, FP16_NORMAL, FP16_LARGEST = -24, -14, 16  # powers of two
 LOWEST = -45  # where the picture begins
-
-
-def memory_by_technique(rows: Sequence[Mapping[str, Any]], *, title: str = "What each technique leaves") -> Picture:
-    """One bar per technique, stacked by category, with its measured peak and, where there is one, its predicted peak.
-
-    Args:
-        rows: mappings with "technique", "weights", "gradients", "optimizer", "activations", "peak" and, if known,
-            "predicted", all in bytes.
-    """
-    require(rows, "technique")
-    figure, (axis,) = new_figure(height=1.3 + 0.42 * len(rows), grid="x")
-    places = list(range(len(rows)))[::-1]
-    parts = [
-        (part, [row[part] / MIB for row in rows], colour, hatch)
-        for (part, colour), hatch in zip(PARTS.items(), HATCHES, strict=False)
-    ]
-    stacked_bars(axis, places, parts)
-    peaks = [row["peak"] / MIB for row in rows]
-    axis.plot(peaks, places, "|", color="black", markersize=17, markeredgewidth=2.5, label="peak, measured")
-    predicted = [
-        (row["predicted"] / MIB, place) for row, place in zip(rows, places, strict=True) if row.get("predicted")
-    ]
-    if predicted:
-        axis.plot(*zip(*predicted, strict=True), "D", color="black", markerfacecolor="white", label="peak, predicted")
-    axis.set_yticks(places, [row["technique"] for row in rows])
-    axis.set(xlabel="MiB", title=title)
-    legend_below(figure, columns=3)
-    named = "; ".join(f"{row['technique']} {row['peak'] / MIB:,.0f} MiB" for row in rows)
-    return picture(figure, f"{title}: stacked bars of {', '.join(PARTS)}, and the peaks: {named}.")
 
 
 def gradient_window(gradients: Mapping[str, Any], *, title: str = "What fp16 can hold") -> Picture:
@@ -155,27 +122,3 @@ def four_bit_levels(normalised: Any, levels: Mapping[str, Any]) -> Picture:
     axis.set_yticks([tick for tick in axis.get_yticks() if 0 <= tick <= top])
     rest = "; ".join(f"{name} has levels {', '.join(f'{x:.2f}' for x in places)}" for name, places in levels.items())
     return picture(figure, f"{title}: weights pile up near 0; {rest}.")
-
-
-def learning(
-    curves: Mapping[str, Sequence[float]], held_out: Mapping[str, tuple[float, float]], *, title: str
-) -> Picture:
-    """Training losses against steps, and beside them the held-out loss before and after.
-
-    Args:
-        curves: method -> loss of each step, nats per answer token.
-        held_out: method -> (before, after), the same methods.
-    """
-    if set(curves) != set(held_out) or not curves:
-        raise ValueError("Give the training losses and the held-out losses of the same methods, of one at least.")
-    figure, (left, right) = new_figure(height=2.9, columns=2)
-    for i, (name, losses) in enumerate(curves.items()):
-        left.plot(range(1, len(losses) + 1), losses, label=name, **line_style(i))
-        right.plot(["before", "after"], held_out[name], **line_style(i))
-    left.set(xlabel="optimizer step", ylabel="loss (nats per answer token)", title="training pairs")
-    right.set(ylabel="loss (nats per answer token)", title="held-out pairs")
-    left.legend(frameon=False)
-    right.margins(x=0.25)
-    figure.suptitle(title)
-    ends = "; ".join(f"{name} from {before:.2f} to {after:.2f}" for name, (before, after) in held_out.items())
-    return picture(figure, f"{title}. Held-out loss: {ends}.")
