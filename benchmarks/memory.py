@@ -73,19 +73,20 @@ class Case:
     def __init__(self, name: str, base: Any, chosen: dict[str, str]) -> None:
         import torch
 
-        from course_lib.training.finetune import building
+        from benchmarks.gpu.models import build_optimizer
+        from course_lib.training import methods
 
         self.chosen, self.precision = chosen, chosen["precision"]
         how = {"method": chosen["method"], "activation_checkpointing": chosen["activation_checkpointing"]}
-        self.model = building.prepare(copy.deepcopy(base), device="cpu", precision=self.precision, **how)
-        self.optimizer = building.build_optimizer(building.trainable(self.model), chosen["optimizer"], 1e-4)
-        self.scaler = building.grad_scaler(self.precision, "cpu")
+        self.model = methods.prepare(copy.deepcopy(base), device="cpu", precision=self.precision, **how)
+        self.optimizer = build_optimizer(self.model, chosen["optimizer"])
+        self.scaler = torch.amp.GradScaler("cpu", enabled=self.precision == "fp16-mixed")
         self.batch = torch.randint(0, 200, SIZES[name], generator=torch.Generator().manual_seed(0))
 
     def step(self) -> None:
-        from course_lib.training.finetune import building
+        from course_lib.training import methods
 
-        with building.autocast(self.precision, "cpu"):
+        with methods.autocast(self.precision, "cpu"):
             loss = self.model(input_ids=self.batch, labels=self.batch).loss
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
@@ -94,7 +95,7 @@ class Case:
 
     def measured(self) -> dict[str, int]:
         from course_lib.observe import MemoryProbe, tensor_bytes
-        from course_lib.training.finetune.building import quantization_constants
+        from course_lib.training.methods import quantization_constants
 
         self.step()
         probe = MemoryProbe(self.model, self.optimizer)
@@ -206,7 +207,7 @@ def full_training(preset: str, dtype: Any, checkpointing: str) -> tuple[Any, Any
 
     from course_lib.memory import PRESETS
     from course_lib.models import llama
-    from course_lib.training.finetune.activation_checkpointing import set_checkpointing
+    from course_lib.training.activation_checkpointing import set_checkpointing
 
     model = llama(PRESETS[preset], dtype=dtype)
     set_checkpointing(model, checkpointing)

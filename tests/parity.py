@@ -65,10 +65,19 @@ def assert_same_training(outcomes: list[Any], losses: list[float], name: str, to
         assert off_by(outcome.losses, losses[: len(outcome.losses)]) < tolerance, (name, rank)
 
 
+def by(train: Callable[..., Any], *, optimizer: str = "adamw", **how: Any) -> Any:
+    """A program's outcome, with `optimizer` of `OPTIMIZERS` in the place of its AdamW."""
+    adamw, torch.optim.AdamW = torch.optim.AdamW, OPTIMIZERS[optimizer]
+    try:
+        return train(**how)
+    finally:
+        torch.optim.AdamW = adamw
+
+
 def train_each(train: Callable[..., Any], settings: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """On a rank: the outcome of each setting, one after another."""
     torch.set_num_threads(1)  # a small batch gains nothing from two, and loses much on a busy machine
-    return {name: train(**how) for name, how in settings.items()}
+    return {name: by(train, **how) for name, how in settings.items()}
 
 
 class Runs(dict):

@@ -100,22 +100,40 @@ def test_a_bad_line_is_named():
         assert_refused([(read, ValueError, "line 2"), (read, ValueError, fragment)])
 
 
-def test_only_the_answer_and_its_end_are_trained_and_long_examples_are_cut():
+def test_only_the_answer_and_its_end_are_trained_and_no_answer_is_cut():
     tokenizer = byte_tokenizer()
-    pair = {"id": "x", "topic": "t", "question": "Why?", "answer": "Because."}
-    (full,) = data.chat_examples(tokenizer, [pair], 512)
-    prompt = tokenizer("<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
-    answer = [*b"Because.", tokenizer.eos_token_id]
-    assert full == {"input_ids": prompt + answer, "labels": [data.IGNORED] * len(prompt) + answer}
-    (cut,) = data.chat_examples(tokenizer, [pair], len(prompt) + 3)
-    assert cut == {key: values[: len(prompt) + 3] for key, values in full.items()}
+    examples = data.chat_examples(tokenizer, "held_out", 4096)
+    pair = data.instructions("held_out")[0]
+    prompt = tokenizer(f"<|im_start|>user\n{pair['question']}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    answer = [*pair["answer"].encode(), tokenizer.eos_token_id]
+    assert examples[0] == {"input_ids": prompt + answer, "labels": [data.IGNORED] * len(prompt) + answer}
+    assert len(examples) == len(data.instructions("held_out"))
+    lengths = sorted(len(example["labels"]) for example in examples)
+    assert [len(e["labels"]) for e in data.chat_examples(tokenizer, "held_out", lengths[0])] == [lengths[0]]
     without = byte_tokenizer()
     without.chat_template = None
     assert_refused(
         [
-            (partial(data.chat_examples, tokenizer, [pair], len(prompt)), ValueError, f"{len(prompt)} tokens"),
-            (partial(data.chat_examples, without, [pair], 512), ValueError, "chat template"),
+            (partial(data.chat_examples, tokenizer, "held_out", lengths[0] - 1), ValueError, f"{lengths[0]} tokens"),
+            (partial(data.chat_examples, without, "held_out", 512), ValueError, "chat template"),
         ]
     )
-    examples = data.chat_examples(tokenizer, data.instructions("all"), 4096)
-    assert all(len(e["input_ids"]) == len(e["labels"]) and e["labels"][-1] == 255 for e in examples)
+
+
+def test_padding_is_not_trained_and_every_epoch_has_each_pair_once():
+    rows = data.chat_examples(byte_tokenizer(), "held_out", 4096)[:5]
+    batches = data.shuffled(rows, 2, 4096, seed=0)
+    seen = [next(batches) for _ in range(5)]  # two epochs of five pairs, the middle batch from both
+    ids, labels = (torch.cat([batch[name] for batch in seen]) for name in ("input_ids", "labels"))
+    assert ids.shape == labels.shape == (10, 4096)
+    epochs = [[rows.index(unpadded(*row)) for row in zip(ids[half], labels[half], strict=True)] for half in HALVES]
+    assert [sorted(epoch) for epoch in epochs] == [[0, 1, 2, 3, 4]] * 2 and epochs[0] != epochs[1]
+
+
+HALVES = slice(0, 5), slice(5, 10)
+
+
+def unpadded(ids, labels):
+    end = int((labels != data.IGNORED).nonzero().max()) + 1  # an answer ends with a trained token
+    assert not ids[end:].any()
+    return {"input_ids": ids[:end].tolist(), "labels": labels[:end].tolist()}

@@ -12,7 +12,7 @@ from parity import TOLERANCE, Runs, assert_same_training, off_by, one_rank
 
 from course_lib.models import tiny_llama
 from course_lib.training import fsdp
-from course_lib.training.finetune.building import prepare
+from course_lib.training.methods import prepare
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 

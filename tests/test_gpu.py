@@ -16,8 +16,7 @@ from course_lib.launch.emulation.memory_limit import memory_limit
 from course_lib.models import tiny_llama
 from course_lib.observe import MemoryProbe
 from course_lib.observe.trace import trace_step
-from course_lib.training import single
-from course_lib.training.finetune import building
+from course_lib.training import methods, single
 from course_lib.units import MIB
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
@@ -57,13 +56,13 @@ def test_the_caching_allocator_keeps_the_limit():
 
 
 def trained(device: str, precision: str = "fp32", method: str = "full", steps: int = 5, **how) -> list[float]:
-    model = building.prepare(tiny_llama(), method=method, precision=precision, device=device, **how)
-    optimizer = building.build_optimizer(building.trainable(model), "adamw", 1e-3)
-    scaler = building.grad_scaler(precision, device)
+    model = methods.prepare(tiny_llama(), method=method, precision=precision, device=device, **how)
+    optimizer = torch.optim.AdamW(methods.trainable(model), lr=1e-3, fused=True)
+    scaler = torch.amp.GradScaler(device, enabled=precision == "fp16-mixed")
     ids = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0)).to(device)
     losses = []
     for _ in range(steps):
-        with building.autocast(precision, device):
+        with methods.autocast(precision, device):
             loss = model(input_ids=ids, labels=ids).loss
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -94,8 +93,8 @@ def test_adapters_train(method):
 
 
 def test_the_probe_and_a_trace_see_what_the_gpu_does():
-    model = building.prepare(tiny_llama(), precision="fp32", device="cuda")
-    optimizer = building.build_optimizer(model.parameters(), "adamw", 1e-3)
+    model = methods.prepare(tiny_llama(), precision="fp32", device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     ids = torch.randint(0, 256, (4, 64), device="cuda")
 
     def step() -> None:

@@ -24,7 +24,7 @@ from course_lib.memory.units import units_of
 from course_lib.models import llama
 from course_lib.observe import MemoryProbe
 from course_lib.observe.fake import MOMENTS, CountedStep, become_fake, count_step, fake_ranks, fake_tensors
-from course_lib.training.finetune.activation_checkpointing import set_checkpointing
+from course_lib.training.activation_checkpointing import set_checkpointing
 
 TINY, BIG = PRESETS["tiny"], PRESETS["llama-3.1-70b"]
 FP32, FP16 = MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.float16, torch.float32)

@@ -12,11 +12,12 @@ import gc
 import pytest
 import torch
 
+from benchmarks.gpu import models
 from course_lib.memory import estimate, shape_of
-from course_lib.models import tiny_llama
+from course_lib.models import load, tiny_llama
 from course_lib.observe import observe, tensor_bytes
 from course_lib.observe.memory import memory_over_time, record_allocations
-from course_lib.training.finetune import building
+from course_lib.training import methods
 
 PEAK = 0.05
 
@@ -36,12 +37,6 @@ def muon(model):
     return pair
 
 
-def build_optimizer(model, name):
-    if name == "muon":
-        return muon(model)
-    return building.build_optimizer(building.trainable(model), name, 1e-4)
-
-
 def measure(name, batch, seq_len, micro_batches, *, method, precision, optimizer, activation_checkpointing, attention):
     """Two steps of a real model, the second one measured; (the model without its wrapper, bytes by category)."""
     settings = {
@@ -50,23 +45,23 @@ def measure(name, batch, seq_len, micro_batches, *, method, precision, optimizer
         "activation_checkpointing": activation_checkpointing,
         "attention": attention,
     }
-    if name == "tied":
-        model = building.prepare(tiny_llama(layers=2, vocab=8192, tie_embeddings=True), device="cpu", **settings)
-    else:
-        model, _ = building.build_model(name, device="cpu", **settings)
-    stepper = build_optimizer(model, optimizer)
+    base = (
+        tiny_llama(layers=2, vocab=8192, tie_embeddings=True) if name == "tied" else load(name, dtype=torch.float32)[0]
+    )
+    model = methods.prepare(base, **settings)
+    stepper = muon(model) if optimizer == "muon" else models.build_optimizer(model, optimizer)
     seen = observe(model, stepper)
     ids = torch.randint(0, 200, (batch, seq_len), generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         with seen.step():
             for _ in range(micro_batches):
-                with building.autocast(precision, "cpu"):
+                with methods.autocast(precision, "cpu"):
                     loss = model(input_ids=ids, labels=ids).loss
                 loss.backward()
             stepper.step()
             model.zero_grad()
     bytes_of = dict(seen.memory)
-    constants = tensor_bytes(building.quantization_constants(model))  # neither parameters nor buffers
+    constants = tensor_bytes(methods.quantization_constants(model))  # neither parameters nor buffers
     bytes_of["parameters"] += constants
     bytes_of["peak"] += constants
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -125,8 +120,8 @@ def test_a_real_step_needs_what_was_estimated(case) -> None:
 
 @pytest.mark.parametrize(("method", "precision"), [("full", "fp32"), ("full", "bf16"), ("lora", "bf16")])
 def test_muon_s_step_alone_needs_what_was_estimated(method, precision) -> None:
-    model, _ = building.build_model("tiny", method=method, precision=precision, device="cpu")
-    for parameter in building.trainable(model):
+    model = methods.prepare(tiny_llama(), method=method, precision=precision)
+    for parameter in methods.trainable(model):
         parameter.grad = torch.ones_like(parameter)
     stepper = muon(model)
     stepper.step()

@@ -57,7 +57,7 @@ def adapted(how):
     """The tiny model with adapters; what is packed says that it is fp32, as all else that FSDP2 gathers with it."""
 
     from course_lib.models import tiny_llama
-    from course_lib.training.finetune.building import prepare
+    from course_lib.training.methods import prepare
 
     return prepare(tiny_llama(), device="cpu", **how).get_base_model()
 

@@ -6,7 +6,6 @@ import sys
 
 import cloudpickle
 import pytest
-import torch
 from parity import Runs, assert_same_training, one_rank
 from refusals import assert_refused
 
@@ -19,7 +18,7 @@ from course_lib.training.pipeline import pipeline_parallel as pipeline
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 
 SIZES = dict(steps=3, global_batch=8, seq_len=16, num_microbatches=8, layers=4, hidden=32)
-SGD = 2.0  # learning rate: Adam does not see a factor in all gradients, and steps this large show every mistake
+SGD = dict(optimizer="sgd", lr=2.0)  # Adam does not see a factor in all gradients; such large steps show every mistake
 LAUNCHES = {
     4: {
         "naive": dict(schedule="naive"),
@@ -29,30 +28,24 @@ LAUNCHES = {
         "zero_bubble": dict(schedule="zero_bubble"),
         "hand": dict(implementation="hand"),
     },
-    2: {  # few micro-batches, under plain SGD
-        "gpipe": dict(schedule="gpipe", num_microbatches=1),
-        "1f1b": dict(layers=3, num_microbatches=4),
-        "interleaved": dict(schedule="interleaved", virtual_stages=2, num_microbatches=4),
-        "zero_bubble": dict(schedule="zero_bubble", num_microbatches=4),
-        "hand": dict(implementation="hand", num_microbatches=1),
+    2: {  # few micro-batches
+        "gpipe": dict(schedule="gpipe", num_microbatches=1) | SGD,
+        "1f1b": dict(layers=3, num_microbatches=4) | SGD,
+        "interleaved": dict(schedule="interleaved", virtual_stages=2, num_microbatches=4) | SGD,
+        "zero_bubble": dict(schedule="zero_bubble", num_microbatches=4) | SGD,
+        "hand": dict(implementation="hand", num_microbatches=1) | SGD,
     },
 }
 
 
-def train(**how):
-    if torch.distributed.get_world_size() == 2:
-        pipeline.build_optimizer = lambda parameters, _, lr: torch.optim.SGD(parameters, lr=SGD)
-    return pipeline.train(**how)
-
-
 @pytest.fixture(scope="module")
 def runs(private_tmp):
-    return Runs(train, LAUNCHES, SIZES)
+    return Runs(pipeline.train, LAUNCHES, SIZES)
 
 
 def test_ranks_train_as_one_does(runs):
     for ranks, name, how, outcomes in runs.every():
-        optimizer = dict(optimizer="sgd", lr=SGD) if ranks == 2 else {}
+        optimizer = SGD if ranks == 2 else {}
         net = tiny_llama(layers=how["layers"], hidden=32)
         losses, _ = one_rank(net, steps=3, global_batch=8, seq_len=16, **optimizer)
         assert_same_training(outcomes, losses, f"{ranks}: {name}")

@@ -20,7 +20,6 @@ from course_tools.planning.small_run import run, shrunk
 # Every program of the course, by a plan that it runs
 PROGRAMS = {
     "single": a_plan("single", dp=1, on="1xcpu"),
-    "one_device": a_plan("single", dp=1, on="1xcpu", method="qlora", seq_len=256, activation_checkpointing="selective"),
     "accelerate_ddp": a_plan("ddp"),
     "zero": a_plan("zero3", activation_checkpointing="full", offload="all"),
     "fsdp": a_plan("fsdp", activation_checkpointing="selective", offload="all"),
@@ -74,8 +73,8 @@ def test_the_grid_and_the_batch_arrive() -> None:
     # several machines meet at the first, whose address the caller gives
     launcher, _, words = words_of(a_plan("fsdp", dp=16, **LLAMA | {"on": "2x8xh100-80gb"}))
     assert "--rdzv_endpoint=$endpoint" in launcher and "--bf16" in words
-    on_one = a_plan("single", dp=1, method="lora", **LLAMA | {"on": "1xh100-80gb"})
-    assert "--model=meta-llama/Llama-3.1-8B" in words_of(on_one)[2]
+    stages = a_plan("ddp", dp=1, pp=2, **LLAMA)
+    assert "--model=meta-llama/Llama-3.1-8B" in words_of(stages)[2]
 
 
 def test_what_fsdp_s_program_leaves_out_is_said() -> None:
@@ -156,8 +155,8 @@ def test_a_program_or_target_that_cannot_do_all_of_a_plan_says_so() -> None:
     four, nobody = LLAMA | {"on": "4xh100-80gb"}, ()
     rows = [
         (a_plan("single", dp=1, pp=2), "axolotl", "pp=2", ("torchrun",)),
-        (a_plan("ddp", method="qlora", **LLAMA), "torchrun", "under ddp", ("accelerate", "axolotl")),
-        (a_plan("fsdp", method="lora", **LLAMA), "torchrun", "under fsdp", ("accelerate", "fsdp", "axolotl")),
+        (a_plan("ddp", method="qlora", **LLAMA), "torchrun", "every weight", ("accelerate", "axolotl")),
+        (a_plan("fsdp", method="lora", **LLAMA), "torchrun", "every weight", ("accelerate", "fsdp", "axolotl")),
         (a_plan("ddp"), "deepspeed", "'ddp'", ("torchrun", "accelerate")),
         (a_plan("fsdp", offload="optimizer"), "fsdp", "optimizer", nobody),
         (a_plan("ddp", tp=2, dp=2, **four), "axolotl", "FSDP2", ("torchrun",)),
@@ -175,7 +174,7 @@ def test_a_program_or_target_that_cannot_do_all_of_a_plan_says_so() -> None:
             (lambda: files(a_plan(), "axolotle"), ValueError, "'axolotl'"),
             (lambda: write(a_plan("ddp"), "torchrun", __file__), ValueError, "is a file"),
             (lambda: run(a_plan(), ranks=9), ValueError, "ranks=9"),
-            (lambda: run(a_plan("single", dp=1, tp=2, method="lora", **LLAMA)), ValueError, "tp=2"),
+            (lambda: run(a_plan("single", dp=1, tp=2, method="lora", **LLAMA)), ValueError, "every weight"),
         ]
     )
 

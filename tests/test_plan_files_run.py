@@ -163,13 +163,17 @@ def test_a_frontier_plan_run_small_keeps_its_split_and_has_one_ranks_losses(orac
     assert "llama-3.1-405b" in result.sentence and "bf16-mixed to fp32" in result.sentence
 
 
-def test_adapters_under_fsdp_run_small():
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_adapters_run_small(strategy):
     how = dict(method="qlora", lora_rank=4, activation_checkpointing="selective")
-    result = small_run.run(a_plan("fsdp", **how, offload="all"), steps=2)
-    assert {outcome.wrapper for outcome in result.outcomes} == {"FSDPLlamaForCausalLM"}
+    where = dict(dp=1, on="1xcpu") if strategy == "single" else dict(offload="all")
+    result = small_run.run(a_plan(strategy, **how, **where), steps=2)
+    wrapper = {"single": "LlamaForCausalLM", "fsdp": "FSDPLlamaForCausalLM"}[strategy]
+    assert {outcome.wrapper for outcome in result.outcomes} == {wrapper}
     assert result.losses == pytest.approx(one_rank(small_run.prepared(**how), **SIZES)[0], rel=1e-5)
     exact = one_rank(small_run.prepared(**how | {"method": "lora"}), **SIZES)[0]
     assert result.losses != pytest.approx(exact, rel=1e-4)  # it is NF4 that ran
-    assert "offloads nothing" in result.sentence and "keeps all activations" not in result.sentence
+    assert ("offloads nothing" in result.sentence) == (strategy == "fsdp")
+    assert "keeps all activations" not in result.sentence
     assert result.arguments["build"].keywords == how
     assert small_run.prepared(**how | {"method": "full"}).is_gradient_checkpointing

@@ -35,18 +35,9 @@ SETTINGS = {
 }
 
 
-def train(*, optimizer="adamw", **how):
-    build = tensor_parallel.build_optimizer
-    tensor_parallel.build_optimizer = lambda parameters, _, lr: build(parameters, optimizer, lr)
-    try:
-        return tensor_parallel.train(**how)
-    finally:
-        tensor_parallel.build_optimizer = build
-
-
 @pytest.fixture(scope="module")
 def runs(private_tmp):
-    return Runs(train, {2: SETTINGS}, SIZES)
+    return Runs(tensor_parallel.train, {2: SETTINGS}, SIZES)
 
 
 def test_ranks_train_as_one_does(runs):

@@ -8,14 +8,12 @@ from functools import cache
 
 import cloudpickle
 import pytest
-import torch
-from parity import OPTIMIZERS, Runs, assert_same_training, off_by, one_rank
+from parity import Runs, assert_same_training, by, off_by, one_rank
 from refusals import assert_refused
 
 from course_lib.launch import launch
 from course_lib.models import tiny_llama
 from course_lib.training import accelerate_ddp, command_line, ddp, fsdp, single, three_d
-from course_lib.training.finetune import one_device
 from course_lib.training.pipeline import pipeline_parallel
 from course_lib.training.sequence import context_parallel, expert_parallel
 from course_lib.training.tensor import tensor_parallel
@@ -23,18 +21,13 @@ from course_lib.training.tensor import tensor_parallel
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 
 SIZES = dict(steps=4, global_batch=8, seq_len=32)
-SGD = dict(optimizer="sgd", lr=0.1)
+SGD = dict(optimizer="sgd", lr=0.1)  # Adam does not see a factor in all gradients
 GRADIENTS = 4 * 803_968  # bytes in fp32; the parameters of tiny_llama's docstring
 PROGRAMS = {"single": single.train, "ddp": ddp.train, "accelerate": accelerate_ddp.train}
 
 
-def train(*, program="ddp", optimizer="adamw", **how):
-    """A program's AdamW, or plain SGD in its place, which sees a factor in all gradients."""
-    adamw, torch.optim.AdamW = torch.optim.AdamW, OPTIMIZERS[optimizer]
-    try:
-        return PROGRAMS[program](**how)
-    finally:
-        torch.optim.AdamW = adamw
+def train(*, program="ddp", **how):
+    return PROGRAMS[program](**how)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +60,7 @@ def test_ranks_train_as_one_does(runs):
 
 
 def test_micro_batches_on_one_device_are_the_whole_batch(one_thread):
-    outcome = train(program="single", gradient_accumulation_steps=4, **SIZES, **SGD)
+    outcome = by(single.train, gradient_accumulation_steps=4, **SIZES, **SGD)
     assert_same_training([outcome], expected(**SGD), "single")
 
 
@@ -120,7 +113,7 @@ def test_options_have_the_types_of_the_annotations():
 
 
 def test_every_training_program_has_a_command_line():
-    programs = (*PROGRAMS.values(), fsdp.train, one_device.train, tensor_parallel.train, pipeline_parallel.train)
+    programs = (*PROGRAMS.values(), fsdp.train, tensor_parallel.train, pipeline_parallel.train)
     for train in (*programs, context_parallel.train, expert_parallel.train, three_d.train):
         defaults = {name: p.default for name, p in inspect.signature(train).parameters.items()}
         assert command_line.parse(train, []) == {k: v for k, v in defaults.items() if not callable(v)}, train.__module__

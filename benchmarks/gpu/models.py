@@ -13,20 +13,36 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from course_lib import models
 from course_lib.memory import PRESETS
-from course_lib.training.finetune import building
+from course_lib.training import methods
 
 
 def llama(preset: str, *, device: Any, method: str = "full", precision: str = "bf16-mixed", **how: Any) -> Any:
-    """A Llama of that preset's shape, drawn on the device in the dtype it is kept in; `how` is `building.prepare`'s."""
+    """A Llama of that preset's shape, drawn on the device in the dtype it is kept in; `how` is `methods.prepare`'s."""
     with torch.device(device):
-        model = models.llama(PRESETS[preset], dtype=building.dtypes(method, precision).weights)
-    model = building.prepare(model, method=method, precision=precision, device=device, **how)
+        model = models.llama(PRESETS[preset], dtype=methods.dtypes(method, precision).weights)
+    model = methods.prepare(model, method=method, precision=precision, device=device, **how)
     if method == "qlora" and torch.device(device).type == "cuda":
         # nobody else has the whole model on the card unquantized: what is left of it must not look like the allocator's waste
         model.to("cpu")
         torch.cuda.empty_cache()
         model.to(device)
     return model
+
+
+def build_optimizer(model: Any, name: str) -> torch.optim.Optimizer:
+    """Over what the model trains: "adamw" (fused: its step needs no temporary tensors), "sgd", or one of bitsandbytes.
+
+    "adamw8bit" has uint8 moments, fp32 ones for tensors below 4,096 numbers (arXiv:2110.02861); "paged_adamw8bit" the
+    same in memory that CUDA moves to the host when the card is full.
+    """
+    trained = methods.trainable(model)
+    if name == "adamw":
+        return torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    if name == "sgd":
+        return torch.optim.SGD(trained, lr=1e-4)
+    from bitsandbytes import optim
+
+    return {"adamw8bit": optim.AdamW8bit, "paged_adamw8bit": optim.PagedAdamW8bit}[name](trained, lr=1e-4)
 
 
 def loss_of(model: Any, kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -73,8 +89,8 @@ class Training:
     ) -> None:
         self.device, self.precision = torch.device(device), precision
         self.model = llama(preset, device=self.device, precision=precision, **how)
-        self.optimizer = building.build_optimizer(building.trainable(self.model), optimizer, 1e-4)
-        self.scaler = building.grad_scaler(precision, self.device)
+        self.optimizer = build_optimizer(self.model, optimizer)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16-mixed")
         self.ids = torch.randint(0, PRESETS[preset].vocab, (micro_batch_size, seq_len), device=self.device)
         if compiled:  # the blocks are alike, so one compilation serves all of them
             for block in (module for module in self.model.modules() if isinstance(module, LlamaDecoderLayer)):
@@ -82,7 +98,7 @@ class Training:
         self.loss = loss_of(self.model, loss)
 
     def step(self) -> torch.Tensor:
-        with building.autocast(self.precision, self.device):
+        with methods.autocast(self.precision, self.device):
             loss = self.loss(self.ids)
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)

@@ -21,13 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.models import llama
+from benchmarks.gpu.models import build_optimizer, llama
 from benchmarks.gpu.running import ROOT, Part, Piece, Row, Skip
 from benchmarks.gpu.speed import seconds_of
 from course_lib.launch import launch, process_group, rank_device
 from course_lib.memory import PRESETS
 from course_lib.observe import observe
-from course_lib.training.finetune.building import build_optimizer, trainable
 
 TOP = 8  # kernels that a row names
 HANG_TIMEOUT, BLOCKED, CYCLES_A_SECOND = 8, 60, 2_000_000_000  # the watchdog ends it after some 16 seconds
@@ -70,7 +69,7 @@ def on_rank(
     elif way == "tensor parallel":
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
         net, around = shard_tensors(net, mesh, gather_logits=False), loss_parallel
-    optimizer = build_optimizer(trainable(net), "adamw", 1e-4)
+    optimizer = build_optimizer(net, "adamw")
     ids = torch.randint(0, PRESETS[model].vocab, shape, device=device)
 
     def step() -> None:

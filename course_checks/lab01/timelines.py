@@ -70,7 +70,7 @@ HINTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 def script_of(run: str, cure: str = "", **other: Any) -> tuple[Any, Callable[[], Any]]:
     """The run's model, and its training to call; `other` settings in the place of the run's."""
-    from course_lib.training.finetune.activation_checkpointing import set_checkpointing
+    from course_lib.training.activation_checkpointing import set_checkpointing
 
     source = SCRIPT.read_text()
     for old, new in CURES[cure].items() if cure else ():

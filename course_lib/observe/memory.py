@@ -58,7 +58,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def training_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[torch.Tensor]:
     """What lies in memory between two steps: parameters, buffers, gradients if not cleared, the optimizer's state.
 
-    NF4 weights have constants that are no parameters (`course_lib.training.finetune.building.quantization_constants`): add them.
+    NF4 weights have constants that are no parameters (`course_lib.training.methods.quantization_constants`): add them.
     """
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]

@@ -6,10 +6,10 @@ import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+from course_lib.models.data import chat_examples, shuffled
 from course_lib.observe import observe
 from course_lib.on_cpu.bitsandbytes import prepare_bitsandbytes
 from course_lib.training.command_line import run
-from course_lib.training.finetune.one_device import examples, shuffled
 from course_lib.training.outcome import Outcome, outcome
 
 prepare_bitsandbytes()
@@ -46,7 +46,7 @@ def train(
     model = get_peft_model(model, lora).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, fused=True)
     scaler = torch.amp.GradScaler(device, enabled=compute is torch.float16)
-    pairs = examples(AutoTokenizer.from_pretrained(folder), "train", seq_len)
+    pairs = chat_examples(AutoTokenizer.from_pretrained(folder), "train", seq_len)
     batches = shuffled(pairs, micro_batch_size, seq_len, seed=0)
     observation, losses = observe(model, optimizer), []
     for _ in range(steps):

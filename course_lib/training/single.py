@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from course_lib.models import tiny_llama
@@ -13,6 +16,7 @@ from course_lib.training.outcome import Outcome, outcome
 
 
 def train(
+    build: Callable[[], Any] = tiny_llama,
     *,
     steps: int = 20,
     global_batch: int = 8,
@@ -20,9 +24,10 @@ def train(
     lr: float = 1e-3,
     gradient_accumulation_steps: int = 1,
 ) -> Outcome:
-    """Train the tiny Llama on one device.
+    """Train on one device.
 
     Args:
+        build: makes the model; frozen weights stay as they are.
         steps: optimizer steps.
         global_batch: sequences in one optimizer step.
         seq_len: tokens a sequence.
@@ -31,8 +36,8 @@ def train(
     """
     micro_batch_size(steps=steps, global_batch=global_batch, gradient_accumulation_steps=gradient_accumulation_steps)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = tiny_llama().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    model = build().to(device)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     observation = observe(model, optimizer)
     losses = []
     for step in range(steps):

@@ -20,7 +20,6 @@ from course_lib.models.data import sample_batch
 from course_lib.observe import observe
 from course_lib.parallel.grid import Grid
 from course_lib.training.command_line import run
-from course_lib.training.finetune.building import build_optimizer
 from course_lib.training.gradients import all_reduce_gradients, local
 from course_lib.training.micro_batches import micro_batch_size
 from course_lib.training.outcome import Outcome, outcome
@@ -49,7 +48,6 @@ def train(
     hidden: int = 128,
     heads: int = 4,
     kv_heads: int = 2,
-    optimizer: str = "adamw",
     lr: float = 1e-3,
 ) -> Outcome:
     """Train a Llama on a grid of dp x pp x tp ranks; the default process group must be up.
@@ -62,7 +60,6 @@ def train(
             gradients are averaged as DDP's are.
         num_microbatches: into which a stage's share of the batch is cut.
         layers, hidden, heads, kv_heads: of the tiny model.
-        optimizer: "adamw" or "sgd"; the second also shows gradients that are too large by a factor, Adam hides them.
         steps, global_batch, seq_len, lr: as in ``course_lib.training.ddp``.
 
     Returns:
@@ -92,7 +89,7 @@ def train(
     at = dict(zip(AXES, mesh.get_coordinate(), strict=True))
     part = split(whole, mesh, numbers[at["pp"]], device, shard_data=shard_data)
     del whole  # a rank keeps its part alone
-    update = build_optimizer(part.parameters(), optimizer, lr)
+    update = torch.optim.AdamW(part.parameters(), lr=lr, fused=True)
     stage = PipelineStage(part, at["pp"], pp, device, group=mesh["pp"].get_group())
     pipeline = SCHEDULES[schedule](stage, n_microbatches=num_microbatches, loss_fn=token_loss)
 

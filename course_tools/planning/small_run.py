@@ -16,7 +16,7 @@ from course_lib.choices import METHODS, STRATEGIES
 from course_lib.launch import launch
 from course_lib.memory import shape_of
 from course_lib.models import tiny_llama
-from course_lib.training.finetune.building import prepare
+from course_lib.training.methods import prepare
 from course_lib.training.outcome import Outcome
 from course_tools.planning import Plan, machines
 from course_tools.planning.answer import words
@@ -25,7 +25,7 @@ from course_tools.planning.files.programs import not_said
 
 MOST_RANKS = 8
 GLOBAL_BATCH = 8
-SEQ_LEN = 32  # tokens; of the bytes of questions and answers, which the fine-tuning programs take whole, more
+SEQ_LEN = 32  # tokens; of the bytes of questions and answers, which Axolotl takes whole, more
 SEQ_LEN_ANSWERS = 512
 BUCKET_ELEMENTS = 100_000  # DeepSpeed's own 500 million are 2 GB on each rank, however small the model
 SMALL_ZERO = {
@@ -83,11 +83,11 @@ def run(plan: Plan, *, ranks: int | None = None, steps: int = 3) -> Result:
         program, arguments, outcomes = _axolotl(small, steps)
         left_out = []
     else:
-        by_fsdp = small.strategy == "fsdp" and small.gpus == small.dp
-        # its program trains whatever model it is given: adapters and checkpointing come with that
-        asked = replace(small, method="full", activation_checkpointing="none") if by_fsdp else small
+        given = small.strategy in ("single", "fsdp") and small.gpus == small.dp
+        # these two programs train whatever model they are given: adapters and checkpointing come with that
+        asked = replace(small, method="full", activation_checkpointing="none") if given else small
         program, arguments = program_of(asked, steps=steps)
-        if by_fsdp:
+        if given:
             how = {name: getattr(small, name) for name in ("method", "lora_rank", "activation_checkpointing")}
             arguments["build"] = partial(prepared, **how)
         if "config" in arguments:
@@ -129,7 +129,8 @@ def shrunk(plan: Plan, ranks: int | None = None) -> Plan:
     num_microbatches = min(plan.num_microbatches, 2) if axes["pp"] == 1 else 2 * axes["pp"] // axes["dp"]
     size = axes["tp"] * axes["pp"] * axes["dp"] * axes["cp"]
     whole = max(GLOBAL_BATCH, axes["dp"] * num_microbatches)
-    answers = plan.method != "full" and plan.strategy not in ("fsdp",)
+    strategy = plan.strategy if size > 1 else "single"
+    answers = plan.method != "full" and strategy not in ("single", "fsdp")
     return replace(
         plan,
         **axes,
@@ -142,13 +143,13 @@ def shrunk(plan: Plan, ranks: int | None = None) -> Plan:
         model=shape_of("tiny"),
         machines=machines(f"{size}xcpu"),
         sequence_parallel=plan.sequence_parallel and axes["tp"] > 1,
-        strategy=plan.strategy if size > 1 else "single",
+        strategy=strategy,
         offload=plan.offload if size > 1 else "none",
     )
 
 
 def prepared(**how: Any) -> Any:
-    """The tiny Llama for `course_lib.training.fsdp`; `how` is `prepare`'s."""
+    """The tiny Llama for `course_lib.training.single` and `.fsdp`; `how` is `prepare`'s."""
     model = prepare(tiny_llama(), **how)
     return model if how["method"] == "full" else model.get_base_model()  # PEFT's layers without its wrapper
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib import resources
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -124,7 +124,7 @@ class GlobalBatches(torch.utils.data.Dataset):
         return self._batch(step)[row]
 
 
-def instructions(split: Literal["train", "held_out", "all"] = "train") -> list[dict[str, str]]:
+def instructions(split: str = "train") -> list[dict[str, str]]:
     """Question/answer pairs about this course's subject, each a dict with "id", "topic", "question" and "answer".
 
     About one pair in ten is held out, chosen by a hash of its id: a pair stays on its side when others are added.
@@ -161,19 +161,17 @@ def _read_pairs(text: str) -> list[dict[str, str]]:
     return pairs
 
 
-def chat_examples(
-    tokenizer: PreTrainedTokenizerBase, pairs: Sequence[dict[str, str]], max_length: int
-) -> list[dict[str, list[int]]]:
-    """Turn pairs into training examples with "input_ids" and "labels", lists of the same length, at most `max_length`.
+def chat_examples(tokenizer: PreTrainedTokenizerBase, split: str, seq_len: int) -> list[dict[str, list[int]]]:
+    """The split's pairs that fit in `seq_len` tokens whole: half an answer would teach to stop in the middle.
 
-    The chat template writes the conversation. Its prompt, up to where the assistant speaks, has the label -100; the
-    answer and its end token (<|im_end|>) are trained. Longer examples are cut at the end. Raises ValueError for a
-    tokenizer without a chat template, and where a prompt alone fills `max_length`.
+    Each has "input_ids" and "labels", lists of the same length. The chat template writes the conversation. Its prompt, up
+    to where the assistant speaks, has the label -100; the answer and its end token (<|im_end|>) are trained. Raises
+    ValueError for a tokenizer without a chat template, and where no pair fits.
     """
     if not tokenizer.chat_template:
         raise ValueError("This tokenizer has no chat template: set its chat_template, or take an instruction model's.")
     examples = []
-    for pair in pairs:
+    for pair in instructions(split):
         question = {"role": "user", "content": pair["question"].strip()}
         answer = {"role": "assistant", "content": pair["answer"].strip()}
         prompt = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
@@ -186,18 +184,40 @@ def chat_examples(
         )
         if tokenizer.eos_token_id in answer_ids:  # what a template writes after the turn's end is never generated
             answer_ids = answer_ids[: answer_ids.index(tokenizer.eos_token_id) + 1]
-        if len(prompt_ids) >= max_length:
-            raise ValueError(
-                f"The question of pair {pair.get('id', '')!r} takes {len(prompt_ids)} tokens and leaves no room for "
-                f"its answer in max_length={max_length}: allow more."
-            )
-        examples.append(
-            {
-                "input_ids": (prompt_ids + answer_ids)[:max_length],
-                "labels": ([IGNORED] * len(prompt_ids) + answer_ids)[:max_length],
-            }
+        labels = [IGNORED] * len(prompt_ids) + answer_ids
+        examples.append({"input_ids": prompt_ids + answer_ids, "labels": labels})
+    fitting = [example for example in examples if len(example["labels"]) <= seq_len]
+    if not fitting:
+        shortest = min(len(example["labels"]) for example in examples)
+        raise ValueError(
+            f"seq_len={seq_len}: the shortest {split} pair has {shortest} tokens of this model; allow more."
         )
-    return examples
+    return fitting
+
+
+def padded(rows: Sequence[dict[str, list[int]]], seq_len: int) -> dict[str, torch.Tensor]:
+    """Rows as one batch, int64 (rows, seq_len), padded on the right with token 0 and the label -100.
+
+    No attention mask: a token sees only what stands before it, and padding stands behind.
+    """
+
+    def fill(key: str, value: int) -> torch.Tensor:
+        return torch.tensor([row[key] + [value] * (seq_len - len(row[key])) for row in rows])
+
+    return {"input_ids": fill("input_ids", 0), "labels": fill("labels", IGNORED)}
+
+
+def shuffled(
+    rows: Sequence[dict[str, list[int]]], micro_batch_size: int, seq_len: int, seed: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches without end, as `padded`, each epoch in an order of its own; an epoch's last rows go on in the next one."""
+    generator = torch.Generator().manual_seed(seed)
+    waiting: list[dict[str, list[int]]] = []
+    while True:
+        while len(waiting) < micro_batch_size:
+            waiting += [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
+        yield padded(waiting[:micro_batch_size], seq_len)
+        waiting = waiting[micro_batch_size:]
 
 
 def _check_lengths(tokens: torch.Tensor, seq_len: int) -> None:

@@ -22,7 +22,6 @@ from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
 from course_lib.observe import observe
 from course_lib.training.command_line import run
-from course_lib.training.finetune.building import build_optimizer
 from course_lib.training.micro_batches import micro_batch_size
 from course_lib.training.outcome import Outcome, outcome
 from course_lib.training.pipeline.by_hand import one_f_one_b
@@ -82,7 +81,7 @@ def train(
     mine = range(rank, stages * virtual_stages, stages)  # chunk c of rank r is stage c * stages + r
     parts = torch.nn.ModuleList(LlamaStage(model, pieces[i]).to(device) for i in mine)
     del model  # each rank built it whole, so that the seed gives the same weights, and keeps its part
-    optimizer = build_optimizer(parts.parameters(), "adamw", lr)
+    optimizer = torch.optim.AdamW(parts.parameters(), lr=lr, fused=True)
     record = Recorder(rank, pace=pace)
     if implementation == "hand":
         step_fn, wrapper = _by_hand(parts[0], num_microbatches, hidden, record), one_f_one_b.__name__

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +18,6 @@ from course_lib.models.data import IGNORED, sample_batch
 from course_lib.observe import observe
 from course_lib.parallel.grid import Grid
 from course_lib.training.command_line import run
-from course_lib.training.finetune.building import build_optimizer
 from course_lib.training.gradients import all_reduce_gradients
 from course_lib.training.micro_batches import micro_batch_size
 from course_lib.training.outcome import Outcome, outcome
@@ -33,7 +33,6 @@ def train(
     layout: str = "zigzag",
     layers: int = 4,
     hidden: int = 128,
-    optimizer: str = "adamw",
     lr: float = 1e-3,
 ) -> Outcome:
     """Train the tiny Llama with each sequence split over ranks; the default process group must be up.
@@ -42,7 +41,6 @@ def train(
         dp: groups that get sequences of their own; the ranks of one group, world size / dp of them, share a sequence.
         layout: "zigzag" or "contiguous": which runs of a sequence a rank holds, as in ``ring_attention.runs``.
         layers, hidden: of the tiny model.
-        optimizer: "adamw" or "sgd"; the second also shows gradients that are too large by a factor, Adam hides them.
         steps, global_batch, seq_len, lr: as in ``course_lib.training.ddp``.
 
     Returns:
@@ -63,7 +61,7 @@ def train(
     mesh = init_device_mesh(device.type, (grid.dp, grid.cp), mesh_dim_names=("dp", "cp"))
     at = grid.coordinates(dist.get_rank())
     ring = mesh["cp"].get_group()
-    update = build_optimizer(model.parameters(), optimizer, lr)
+    update = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     mine = positions(at["cp"], grid.cp, seq_len, layout).to(device)
 
     observation = observe(model, update)

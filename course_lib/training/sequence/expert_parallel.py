@@ -13,7 +13,6 @@ from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
 from course_lib.observe import observe
 from course_lib.training.command_line import run
-from course_lib.training.finetune.building import build_optimizer
 from course_lib.training.gradients import all_reduce_gradients
 from course_lib.training.micro_batches import micro_batch_size
 from course_lib.training.outcome import Outcome, outcome
@@ -30,7 +29,6 @@ def train(
     layers: int = 4,
     hidden: int = 128,
     intermediate: int = 176,
-    optimizer: str = "adamw",
     lr: float = 1e-3,
 ) -> Outcome:
     """Train a small mixture-of-experts Llama; the default process group must be up.
@@ -40,7 +38,6 @@ def train(
         top_k: experts that see a token.
         layers, hidden: of the tiny model.
         intermediate: width inside an expert.
-        optimizer: "adamw" or "sgd"; the second also shows gradients that are too large by a factor, Adam hides them.
         steps, global_batch, seq_len, lr: as in ``course_lib.training.ddp``.
 
     Returns:
@@ -64,7 +61,7 @@ def train(
     own = [p for mixture in mixtures for p in mixture.experts.parameters()]
     mine = {id(p) for p in own}
     common = [p for p in model.parameters() if id(p) not in mine]
-    update = build_optimizer(model.parameters(), optimizer, lr)
+    update = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
     observation = observe(model, update)
     losses, routed = [], []

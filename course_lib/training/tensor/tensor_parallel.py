@@ -18,7 +18,6 @@ from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
 from course_lib.observe import observe, record_collectives
 from course_lib.training.command_line import run
-from course_lib.training.finetune.building import build_optimizer
 from course_lib.training.gradients import local
 from course_lib.training.micro_batches import micro_batch_size
 from course_lib.training.outcome import Outcome, outcome
@@ -63,7 +62,7 @@ def train(
     total_elements = sum(p.numel() for p in whole.parameters())
     model, loss_of, after_backward = _split(whole, implementation, sequence_parallel, device)
     del whole
-    optimizer = build_optimizer(model.parameters(), "adamw", lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     observation, losses, issued = observe(model, optimizer), [], []
     for step in range(steps):
         batch = sample_batch(step, global_batch=global_batch, seq_len=seq_len).to(device)

@@ -64,7 +64,7 @@ def script(plan: Plan) -> list[str]:
         plan.strategy == "fsdp" and plan.activation_checkpointing == "full"
     ):
         lines.append(
-            f"In the script, too: course_lib.training.finetune.activation_checkpointing.set_checkpointing(model, {plan.activation_checkpointing!r})"
+            f"In the script, too: course_lib.training.activation_checkpointing.set_checkpointing(model, {plan.activation_checkpointing!r})"
         )
     if plan.method != "full":
         lines.append(f"In the script, too: the model with its {plan.method} adapters")

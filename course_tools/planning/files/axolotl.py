@@ -29,7 +29,7 @@ KEPT = [
     "aten::mm",
     "aten::addmm",
     "bitsandbytes::gemm_4bit",
-]  # as course_lib.training.finetune.activation_checkpointing
+]  # as course_lib.training.activation_checkpointing
 YOURS = "Yours to replace: datasets, learning_rate, num_epochs, output_dir; the plan says nothing of them."
 
 

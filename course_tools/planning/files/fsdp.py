@@ -50,7 +50,7 @@ def files(plan: Plan, base_model: str | None) -> dict[str, str]:
     if plan.activation_checkpointing == "full":
         checkpointing = '    base.gradient_checkpointing_enable({"use_reentrant": False})\n'
     elif plan.activation_checkpointing == "selective":
-        imports = "from course_lib.training.finetune.activation_checkpointing import set_checkpointing\n"
+        imports = "from course_lib.training.activation_checkpointing import set_checkpointing\n"
         checkpointing = '    set_checkpointing(base, "selective")\n'
     notes = ["Load the model in fp32: its shards are the copy that the optimizer steps."] if compute else []
     text = TEMPLATE.format(

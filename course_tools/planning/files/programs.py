@@ -29,16 +29,15 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
 
     Args:
         plan: any plan of the planner.
-        model: "tiny", or what ``course_lib.models.load`` takes, for the programs that train other models too.
+        model: "tiny", or what ``course_lib.models.load`` takes, for the program that trains other models too.
         steps: optimizer steps.
     """
     given: dict[str, Any] = {"steps": steps, "global_batch": plan.global_batch, "seq_len": plan.seq_len}
     if reason := why_not(strategy=plan.strategy, offload=plan.offload):
         raise Refused(reason.removesuffix("."))
     split = [axis for axis in ("tp", "pp", "cp") if getattr(plan, axis) > 1]
-    if plan.method != "full" and (split or plan.strategy != "single"):
-        how = f"with {split[0]}={getattr(plan, split[0])}" if split else f"under {plan.strategy}"
-        raise Refused(f"The course's own programs train {plan.method} on one device, not {how}")
+    if plan.method != "full":
+        raise Refused(f"The course's own programs train every weight, and the plan is {plan.method}")
     if split == ["cp"]:
         return f"{ROOM}.sequence.context_parallel", given | {"dp": plan.dp, "seq_len": min(plan.seq_len, TINY_LENGTH)}
     if "cp" in split:
@@ -48,9 +47,9 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
         )
     if split:
         return _split(plan, split, model, given)
-    if plan.strategy == "single":
-        return _single(plan, model, given)
     given["gradient_accumulation_steps"] = plan.num_microbatches
+    if plan.strategy == "single":
+        return f"{ROOM}.single", given
     if plan.strategy == "fsdp":
         return f"{ROOM}.fsdp", given | {"bf16": plan.precision == "bf16-mixed"}
     if plan.strategy == "ddp":
@@ -59,23 +58,6 @@ def program_of(plan: Plan, *, model: str = "tiny", steps: int = 20) -> tuple[str
     if plan.offload != "none":
         config["zero_force_ds_cpu_optimizer"] = False  # the program brings PyTorch's AdamW
     return f"{ROOM}.zero", {"config": config, "steps": steps, "seq_len": plan.seq_len}
-
-
-def _single(plan: Plan, model: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """One device: the course's oracle for the tiny model, its fine-tuning program for adapters and other models."""
-    if plan.method == "full" and model == "tiny":
-        return f"{ROOM}.single", given | {"gradient_accumulation_steps": plan.num_microbatches}
-    del given["global_batch"]
-    return f"{ROOM}.finetune.one_device", given | {
-        "model": model,
-        "method": plan.method,
-        "micro_batch_size": plan.micro_batch_size,
-        "gradient_accumulation_steps": plan.num_microbatches,
-        "precision": plan.precision,
-        "activation_checkpointing": plan.activation_checkpointing,
-        "attention": plan.attention,
-        "lora_rank": plan.lora_rank,
-    }
 
 
 def _split(plan: Plan, split: list[str], model: str, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -1,1 +1,0 @@
-"""Fine-tuning on one device: full, LoRA and QLoRA."""
