@@ -25,8 +25,8 @@ ROOMS = {
     "course_lib/collectives": (713, 650),
     "course_lib/memory": (2896, 2300),  # DeepSpeed's bf16 master copies; each moment of FSDP2's step
     "course_lib/parallel": (668, 550),  # when a bucket travels, by arithmetic
-    "course_lib/models": (739, 400),  # the Llama of any widths came from training
-    "course_lib/training": (4209, 1200),
+    "course_lib/models": (759, 400),  # the Llama of any widths and the batches of answers came from training
+    "course_lib/training": (3865, 1200),
     "course_lib/checkpoints": (461, 400),
     "course_lib/notebook": (
         1611,
@@ -35,7 +35,7 @@ ROOMS = {
     "course_lib/figures": (1793, 950),  # a figure becomes a compact SVG; gigabytes
     "course_lib/on_cpu": (148, 500),  # NF4 came from training
     "course_lib": (600, 300),  # a lesson's opening picture in Colab
-    "course_tools/planning": (3705, 2500),  # a ZeRO plan's script brings its JSON
+    "course_tools/planning": (3688, 2500),  # a ZeRO plan's script brings its JSON
     "course_tools/axolotl": (3089, 2000),  # a notebook needs no remark that it waits
     "course_tools/clusters": (1090, 600),
     "course_tools/conversion": (1022, 700),
@@ -47,10 +47,13 @@ ROOMS = {
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (2680, 1300),
     "tests": (
-        14880,
+        14769,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces
-    "benchmarks": (2334, 1000),  # a thousand are what a GPU is asked, a hundred each instrument beside a second one
+    "benchmarks": (
+        2350,
+        1000,
+    ),  # 8-bit optimizers came from training; a thousand are what a GPU is asked, a hundred each instrument beside a second one
     "site": (469, 450),
 }
 

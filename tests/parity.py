@@ -23,7 +23,13 @@ for module in (sys.modules[__name__], refusals):  # ranks need not find the test
     cloudpickle.register_pickle_by_value(module)
 
 TOLERANCE = 1e-5
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+def sgd(parameters: Any, lr: float, **_: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=lr)  # a fused one takes no DTensor
+
+
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": sgd}
 
 
 def one_rank(
