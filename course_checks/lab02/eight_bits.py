@@ -1,24 +1,34 @@
-"""Lab 2, exercise 6: Adam's two moments in 8 bits, block by block."""
+"""Lab 2, exercise 6: Adam's two moments in 8 bits, by a block code of the learner's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from course_checks.harness import NotYet
-from course_checks.lab02.common import kept, lab, stored_bytes, tensor_like
+from course_checks.harness import Contract, NotYet, fresh_seed, named_seed, nothing, tensors_in
+from course_checks.lab02.common import lab, tensor_like
 
 BLOCK, BLOCKS = 256, 256
 EPSILON = 1e-8
 # Relative error of Adam's update: fourth-power levels 0.019, bitsandbytes' dynamic ones 0.028, linear for m alone 0.058
 UPDATE_ERROR = 0.045
+CODES = 2 * BLOCKS * (BLOCK + 4)  # bytes: a code each, a scale per block, of two moments
+STORED, UPDATE = "what you store of two moments", "the error of Adam's update"
+HINTS = {
+    "a code of 8 bits is one byte: keep it as uint8": lambda f: f["clause"] == STORED and f[STORED] > 1.9 * CODES,
+    "something is kept elsewhere": lambda f: f["clause"] == STORED and f[STORED] < CODES,
+    "linear levels leave nothing between 0 and absmax / 255, and Adam divides by the root": lambda f: (
+        f["clause"] == UPDATE and f["lost"]
+    ),
+    "its small numbers need levels closer to each other": lambda f: f["clause"] == UPDATE,
+}
 
 
-def moments() -> tuple[torch.Tensor, torch.Tensor]:
+def moments(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(m, v) as after some steps of Adam, 256 blocks of 256: gradients of very different size stand side by side."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
 
     def noise() -> torch.Tensor:
         return torch.randn(BLOCKS * BLOCK, generator=generator).clamp(-3.3, 3.3)
@@ -27,101 +37,73 @@ def moments() -> tuple[torch.Tensor, torch.Tensor]:
     return 0.25 * size * noise(), size**2 * 0.05 * (1 + 0.3 * noise()).clamp(min=0.2)
 
 
-@lab.exercise("An optimizer state in 8 bits", importance=4, difficulty=4, minutes=30)
-def eight_bit_state(quantize: Callable[..., Any], dequantize: Callable[..., Any]) -> str:
+@lab.exercise("Stretch: a block code of your own", importance=3, difficulty=4, minutes=30)
+def block_code(code: Callable[[], Any]) -> str:
     """A byte a number and a scale a block; outliers stay in their block; v never below 0; the update of fp32 Adam."""
-    m, v = moments()
-    stored_m, stored_v = (kept(lambda t, s=signed: quantize(t, s), x) for x, signed in ((m, True), (v, False)))
-    got_m = tensor_like(dequantize(stored_m), m, "dequantize_state(stored)").detach()
-    got_v = tensor_like(dequantize(stored_v), v, "dequantize_state(stored)").detach()
-    num_bytes = stored_bytes(stored_m) + stored_bytes(stored_v)
-    _right_bytes(num_bytes, m.numel())
-    for got in (got_m, got_v):
-        if not bool(got.isfinite().all()):
-            raise NotYet("a state comes back with nan or inf")
-    if bool((got_v < 0).any()):
-        raise NotYet(
-            f"{int((got_v < 0).sum())} second moments come back negative, and Adam takes their root: with signed=False the "
-            "codes are to reach from 0 to the absmax, with nothing subtracted"
-        )
-    if bool((got_m >= 0).all()):
-        raise NotYet("no first moment comes back negative: with signed=True the codes must reach below 0")
-    _outliers_stay(quantize, dequantize, v, got_v)
-    error = _right_update(m, v, got_m, got_v)
-    _small_states(quantize, dequantize)
-    return (
-        f"{num_bytes:,} bytes for {2 * m.numel():,} numbers; Adam's update is off by {error:.1%}; an outlier stays in its "
-        "block"
-    )
+    seed, made = fresh_seed(), code()
+    quantize, dequantize = made.quantize, made.dequantize
+    with named_seed(seed):
+        m, v = moments(seed)
+        contract, stored = Contract(HINTS), [_kept(quantize, m, True), _kept(quantize, v, False)]
+        contract.memory(STORED, sum(map(stored_bytes, stored)), at_least=CODES, at_most=CODES + 4096)  # two code books
+        got_m, got_v = (_back(dequantize, one, m) for one in stored)
+        told = f"{int((got_v < 0).sum())} second moments come back negative, and Adam takes their root"
+        contract.holds(not bool((got_v < 0).any()), told)
+        wild = v.clone()
+        wild[3 * BLOCK + 17] *= 1e6
+        got = _back(dequantize, _kept(quantize, wild, False), v)
+        touched = (got != got_v).view(-1, BLOCK).any(1).nonzero().flatten().tolist()
+        contract.holds(set(touched) <= {3}, f"an outlier in block 3 changes {len(touched)} of {BLOCKS} blocks")
+        contract.values("a block's largest number", got[3 * BLOCK + 17], wild[3 * BLOCK + 17], rtol=1e-3)
+        update = m / (v.sqrt() + EPSILON)
+        error = float((got_m / (got_v.sqrt() + EPSILON) - update).norm() / update.norm())
+        contract.facts["lost"] = int(((got_v == 0) & (v > 0)).sum())
+        contract.holds(error <= UPDATE_ERROR, f"{UPDATE} is {error:.1%}, and {UPDATE_ERROR:.1%} is allowed", UPDATE)
+        for shape in ((1000,), (30, 50)):  # they do not fill their last block
+            small = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+            back = _back(dequantize, _kept(quantize, small, True), small)
+            contract.values(f"a state of shape {shape}", back, small, rtol=0.0, atol=0.1 * float(small.abs().max()))
+        for signed in (True, False):
+            zeros = torch.zeros(300)
+            contract.values("a state of zeros", _back(dequantize, _kept(quantize, zeros, signed), zeros), zeros, rtol=0.0)
+    return f"{contract.evidence()}; Adam's update is off by {error:.1%}; an outlier stays in its block"
 
 
-def _right_bytes(num_bytes: int, count: int) -> None:
-    wanted = 2 * (count + 4 * count // BLOCK)
-    if num_bytes < wanted:
-        raise NotYet(f"{num_bytes:,} bytes are stored and {wanted:,} are needed: something is kept elsewhere")
-    if num_bytes <= wanted + 4096:  # room for two code books
-        return
-    each = num_bytes / (2 * count)
-    if each > 1.9:
-        raise NotYet(f"you store {each:.2f} bytes a number: a code of 8 bits is one byte, so keep it as uint8 or int8")
-    raise NotYet(
-        f"you store {num_bytes:,} bytes for {2 * count:,} numbers, and one byte each with one fp32 scale a block of {BLOCK} "
-        f"is {wanted:,}"
-    )
+def _back(dequantize: Callable[..., Any], stored: Any, like: torch.Tensor) -> torch.Tensor:
+    got = tensor_like(dequantize(stored), like, "what dequantize() returns").detach()
+    if not bool(got.isfinite().all()):
+        raise NotYet("a state comes back with nan or inf")
+    return got
 
 
-def _outliers_stay(
-    quantize: Callable[..., Any], dequantize: Callable[..., Any], v: torch.Tensor, before: torch.Tensor
-) -> None:
-    """One number of block 3 grows a million times: what else changes?"""
-    wild = v.clone()
-    wild[3 * BLOCK + 17] *= 1e6
-    got = tensor_like(dequantize(kept(lambda t: quantize(t, False), wild)), v, "dequantize_state(stored)").detach()
-    touched = (got != before).view(-1, BLOCK).any(1)
-    elsewhere = int(touched.sum()) - int(touched[3])
-    if elsewhere:
-        raise NotYet(
-            f"one outlier in block 3 changed {elsewhere} of the {BLOCKS - 1} other blocks: scale each block of {BLOCK} by its "
-            "own absmax"
-        )
-    if not torch.isclose(got[3 * BLOCK + 17], wild[3 * BLOCK + 17], rtol=1e-3):
-        raise NotYet(
-            "a block's largest number does not come back as itself: scale by the block's absmax, so that it is 1"
-        )
+def _kept(quantize: Callable[..., Any], state: torch.Tensor, signed: bool) -> Any:
+    """What is stored of a copy of the state, whose values are then gone: nothing can be peeked at later."""
+    copy = state.clone()
+    stored = quantize(copy, signed)
+    if stored is None or stored is ...:
+        raise nothing("what you store")
+    own = copy.untyped_storage()._cdata
+    if any(t.untyped_storage()._cdata == own for t in tensors_in(stored)):
+        raise NotYet("what you store holds the tensor itself: only codes and their scales may stay")
+    copy.fill_(float("nan"))
+    return stored
 
 
-def _right_update(m: torch.Tensor, v: torch.Tensor, got_m: torch.Tensor, got_v: torch.Tensor) -> float:
-    lost = int(((got_v == 0) & (v > 0)).sum())
-    if lost:
-        raise NotYet(
-            f"{lost:,} of {len(v):,} second moments come back as 0: Adam divides by their root, and the update is a hundred "
-            "thousand times too large. Linear levels leave nothing between 0 and absmax / 255: make them dense near 0"
-        )
-    update = m / (v.sqrt() + EPSILON)
+def stored_bytes(stored: Any) -> int:
+    """Bytes of what a learner keeps: each storage once and whole, a Python number as one of fp32."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(stored)}
 
-    def off(first: torch.Tensor, second: torch.Tensor) -> float:
-        return float((first / (second.sqrt() + EPSILON) - update).norm() / update.norm())
+    def count(item: Any) -> int:
+        if isinstance(item, torch.Tensor):
+            return 0
+        if isinstance(item, Mapping):
+            return sum(map(count, item.values()))
+        if isinstance(item, (list, tuple, set)):
+            return sum(map(count, item))
+        if isinstance(item, (bytes, bytearray)):
+            return len(item)
+        if isinstance(item, (int, float)):
+            return 4
+        return int(getattr(item, "nbytes", 0)) or sum(map(count, getattr(item, "__dict__", {}).values()))
 
-    error, first_only, second_only = off(got_m, got_v), off(got_m, v), off(m, got_v)
-    if error > UPDATE_ERROR:
-        worse = "first" if first_only > second_only else "second"
-        raise NotYet(
-            f"Adam's update is off by {error:.1%}, where {UPDATE_ERROR:.1%} is allowed; most of it comes from the {worse} "
-            "moment: its small numbers need levels closer to each other"
-        )
-    return error
-
-
-def _small_states(quantize: Callable[..., Any], dequantize: Callable[..., Any]) -> None:
-    """Shapes that fill no block, and the zeros before the first step."""
-    generator = torch.Generator().manual_seed(6)
-    for shape in ((1000,), (30, 50)):
-        small = torch.randn(shape, generator=generator)
-        got = tensor_like(dequantize(kept(lambda t: quantize(t, True), small)), small, f"a state of shape {shape}")
-        if float((got.detach() - small).abs().max()) > 0.1 * float(small.abs().max()):
-            raise NotYet(f"a state of shape {shape}, which does not fill its last block, comes back wrong")
-    for signed in (True, False):
-        zeros = torch.zeros(300)
-        got = tensor_like(dequantize(kept(lambda t, s=signed: quantize(t, s), zeros)), zeros, "a state of zeros")
-        if not torch.equal(got.detach(), zeros):
-            raise NotYet("a state of zeros, as before the first step, does not come back as zeros: guard the division")
+    return count(stored) + sum(storages.values())

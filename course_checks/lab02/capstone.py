@@ -1,0 +1,184 @@
+"""Lab 2, exercise 3: a full fine-tune that does not fit a card, turned into one that does and says what it will hold."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from course_checks.harness import Contract, NotYet, fresh_seed, live_bytes, named_seed, number, scripts
+from course_checks.harness.tensors import live_tensors
+from course_checks.lab02.common import lab, write_llama
+from course_lib.models.data import byte_tokens, english
+from course_lib.notebook.contents import ROOT
+from course_lib.observe.memory import AllocatorLog, optimizer_tensors, storage_of
+from course_lib.units import MIB, nice_bytes
+
+FULL = ROOT / "labs" / "02_single_gpu" / "full.py"
+CARD, BATCH, STEPS, LENGTH = 14 * MIB, 16, 6, 96
+MEASURED, LEARNED = 2, 0.3  # the step whose memory is looked at; by how much the loss must fall
+SIZES = {"layers": 6, "hidden": 192, "intermediate": 512, "vocab": 2048}
+KINDS = ("packed", "other weights", "trained", "moments")
+PEAK, LOSS, STARTS = "the peak of a step", "the loss in losses.jsonl", "the loss that backward() starts from"
+HINTS = {
+    "the mean is over all labels of the step": lambda f: f["clause"] == STARTS,
+    "from_pretrained() leaves a model in evaluation mode, and then nothing is checkpointed": lambda f: (
+        f["clause"] == PEAK and not f["training"]
+    ),
+    "the weights are not packed": lambda f: f["clause"] == PEAK and not f["packed"],
+    "so many rows at once": lambda f: f["clause"] == PEAK and f["at_once"] > 2,
+}
+start = functools.partial(scripts.start, FULL)
+
+
+def watch(script: str, folder: str, notes: str, base: str, options: list[str]) -> None:
+    """Run a script as `python script` would; a line per optimizer step, with the memory of the second and the third."""
+    from course_lib.on_cpu.bitsandbytes import prepare_bitsandbytes
+
+    prepare_bitsandbytes()
+    seen: dict[str, Any] = {"rows": [], "at_once": 0, "starts": 0.0}
+    there: list[tuple[str, int, StorageWeakRef]] = []
+    log: AllocatorLog | None = None
+    steps, before, stepped = 0, 0, None
+    backward = torch.Tensor.backward
+
+    def forward(module: nn.Module, args: Any) -> None:
+        if isinstance(module, nn.Embedding) and torch.is_grad_enabled():
+            if steps == 1 and not there:
+                there.extend(by_kind(stepped))
+            elif steps == 2 and "held" not in seen:  # what has stayed for a whole step: no loss, no batch
+                gc.collect()
+                seen["held"] = dict.fromkeys(KINDS, 0)
+                for kind, size, storage in there:
+                    seen["held"][kind] += 0 if storage.expired() else size
+            seen["rows"] += args[0].tolist()
+            seen["at_once"], seen["training"] = max(seen["at_once"], len(args[0])), module.training
+
+    def started(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        seen["starts"] += loss.item()
+        backward(loss, *args, **kwargs)
+
+    def step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal steps, before, stepped, log
+        steps, stepped = steps + 1, optimizer
+        if steps == 1:
+            before = live_bytes()
+            log = AllocatorLog(live_tensors())
+            log.__enter__()
+        elif steps == 3:
+            log.__exit__(None, None, None)
+            seen["peak"] = log.peaks(before)["peak"]
+        with open(f"{notes}/rank0.jsonl", "a") as file:
+            file.write(json.dumps(seen) + "\n")
+        seen.update(rows=[], at_once=0, starts=0.0)
+
+    torch.Tensor.backward = started
+    register_module_forward_pre_hook(forward)
+    register_optimizer_step_post_hook(step)
+    scripts.run_as_main(script, "--model", base, "--data", f"{base}/rows.pt", "--folder", folder, *options)
+
+
+def by_kind(optimizer: torch.optim.Optimizer) -> list[tuple[str, int, StorageWeakRef]]:
+    """(kind, bytes, reference) of each storage of the process between two steps."""
+    kinds = {storage_of(t)._cdata: "moments" for t in optimizer_tensors(optimizer)}
+    kinds |= {storage_of(p)._cdata: "trained" for group in optimizer.param_groups for p in group["params"]}
+    storages = {}
+    for tensor in live_tensors():
+        storage = storage_of(tensor)
+        kind = kinds.get(storage._cdata, "packed" if tensor.dtype == torch.uint8 else "other weights")
+        storages[storage._cdata] = (kind, 0 if tensor.dtype == torch.int64 else storage.nbytes(), StorageWeakRef(storage))
+    return list(storages.values())
+
+
+def rows_of(seed: int) -> dict[str, torch.Tensor]:
+    """Long answers out of a text, and short ones that say one letter again and again, which is easy."""
+    text, generator = byte_tokens(english()), torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - LENGTH, (BATCH * STEPS,), generator=generator).tolist()
+    ids = torch.stack([text[first : first + LENGTH] for first in starts])
+    short = torch.rand(len(ids), generator=generator) < 0.5
+    begins = torch.where(short, LENGTH - 5, torch.randint(8, 40, (len(ids),), generator=generator))
+    ids[short, -12:] = ids[short, -12:-11]
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(LENGTH) < begins[:, None], -100)}
+
+
+def mean_loss(model: nn.Module, rows: dict[str, torch.Tensor]) -> float:
+    with torch.no_grad():
+        return model(**{name: tensor[:BATCH] for name, tensor in rows.items()}).loss.item()
+
+
+@lab.exercise("A full fine-tune that does not fit", importance=5, difficulty=4, minutes=35)
+def fitted(path: Callable[[], Any]) -> str:
+    """By what the script does: the same rows and loss within the card, an adapter that has learned, bytes that were planned."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    script, seed = scripts.script_of(path()), fresh_seed()
+    with tempfile.TemporaryDirectory() as folder, named_seed(seed):
+        rows, base, run = rows_of(seed), Path(folder, "base"), Path(folder, "run")
+        steps = _train(script, base, run, rows, SIZES, BATCH, STEPS)
+        model = AutoModelForCausalLM.from_pretrained(base)
+        expected = mean_loss(model, rows)
+        for count, line in enumerate(steps):
+            contract = Contract(HINTS, line | line.get("held", {}), f"step {count + 1}")
+            of_step = rows["input_ids"][count * BATCH : (count + 1) * BATCH].tolist()
+            told = f"it trains on {len(line['rows'])} rows; are they the step's {BATCH}, each once?"
+            contract.holds(sorted(line["rows"]) == sorted(of_step), told)
+            if count == 0:  # the adapters do nothing yet, and packing moves the loss by some thousandths
+                contract.values(STARTS, line["starts"], expected, rtol=0.02)
+            if count == MEASURED:
+                contract.memory(PEAK, line["peak"], at_least=MIB, at_most=CARD)
+        contract = Contract(HINTS)
+        logged = scripts.logged_losses(str(run), saved_at=STEPS, steps=STEPS)
+        contract.values(LOSS, logged, [line["starts"] for line in steps], rtol=1e-3)
+        saved = "no adapter is in {folder}: save_pretrained() of PEFT's model writes it"
+        contract.holds((run / "adapter_config.json").exists(), saved)
+        learned = expected - mean_loss(PeftModel.from_pretrained(model, run), rows)
+        told = f"with your adapter the loss of the first step's rows falls by {learned:.2f}, not by {LEARNED}"
+        contract.holds(learned >= LEARNED, told)
+        off = _planned(run, steps[MEASURED]["held"], SIZES)
+        sizes = {"layers": 2 + seed % 4, "hidden": 128, "intermediate": 320, "vocab": 1024 + 256 * (seed % 5)}
+        steps_of_another = _train(script, Path(folder, "other"), Path(folder, "another"), rows, sizes, 4, MEASURED + 1)
+        off = max(off, _planned(Path(folder, "another"), steps_of_another[MEASURED]["held"], sizes))
+    peak = nice_bytes(steps[MEASURED]["peak"])
+    return f"a step takes {peak} of {nice_bytes(CARD)}; the loss falls by {learned:.2f}; the plan is {off:.1%} off"
+
+
+def _train(
+    script: Path, base: Path, run: Path, rows: dict[str, torch.Tensor], sizes: dict[str, int], batch: int, steps: int
+) -> scripts.Lines:
+    """A line per step of the script, on a model of these sizes."""
+    write_llama(base, **sizes, seed=1)
+    torch.save(rows, base / "rows.pt")
+    options = f"--batch-size {batch} --steps {steps}".split()
+    (seen,), failed = scripts.watched(watch, script, str(run), str(base), options, ranks=1)
+    if failed:
+        raise failed
+    if len(seen) != steps:
+        raise NotYet(f"the optimizer steps {len(seen)} times in {steps} steps")
+    return seen
+
+
+def _planned(run: Path, held: dict[str, int], sizes: dict[str, int]) -> float:
+    """How far plan.json is off from what the process held between two steps; NotYet above 5 %."""
+    plan = run / "plan.json"
+    if not plan.exists():
+        raise NotYet("there is no {folder}/plan.json")
+    planned = json.loads(plan.read_text())
+    if not isinstance(planned, dict) or "bytes" not in planned:
+        raise NotYet('plan.json should say {"bytes": …}')
+    yours, measured = number(planned["bytes"], "bytes in plan.json"), sum(held.values())
+    parts = ", ".join(f"{name} {nice_bytes(size)}" for name, size in held.items())
+    if (off := abs(yours / measured - 1)) > 0.05:
+        told = f"you plan {nice_bytes(yours)}, and between two steps the process holds {nice_bytes(measured)}"
+        raise NotYet(f"{sizes}: {told}: {parts}")
+    return off
