@@ -1,4 +1,4 @@
-"""Labs 1, 4, 5 and 6: their checks against the planted answers."""
+"""Labs 1, 2, 4, 5 and 6: their checks against the planted answers."""
 
 import importlib
 from pathlib import Path
@@ -6,20 +6,22 @@ from types import ModuleType
 
 import mutants
 import pytest
-from planted import lab01, lab04, lab05, lab06
+from planted import lab01, lab02, lab04, lab05, lab06
 
 from course_checks.harness import Lab
-from course_lib.on_cpu.deepspeed import warm_deepspeed
+from course_lib.launch import warm_on_cpu
+from course_lib.on_cpu.deepspeed import SLOW
 
 LABS = {
-    importlib.import_module(f"course_checks.{each.__name__[-5:]}").lab: each for each in (lab01, lab04, lab05, lab06)
+    importlib.import_module(f"course_checks.{each.__name__[-5:]}").lab: each
+    for each in (lab01, lab02, lab04, lab05, lab06)
 }
 EXERCISES = [pytest.param(lab, planted, name, id=name) for lab, planted in LABS.items() for name in lab.exercises]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
-    warm_deepspeed()
+    warm_on_cpu(*SLOW, "peft", "bitsandbytes")
 
 
 @pytest.mark.parametrize(("lab", "planted", "exercise"), EXERCISES)
@@ -31,7 +33,7 @@ def test_wrong_answers_hear_their_word(lab: Lab, planted: ModuleType, exercise: 
     assert not (wrong := mutants.survivors(lab, exercise, planted.MUTANTS)), "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", ["many_gpus", "sharded", "fully_sharded"])
+@pytest.mark.parametrize("name", ["fits", "many_gpus", "sharded", "fully_sharded"])
 def test_scripts_that_train_something_else_hear_their_word(name: str, tmp_path: Path) -> None:
     [(check, planted)] = [(lab.exercises[name], planted) for lab, planted in LABS.items() if name in lab.exercises]
     script, wrong = (mutants.ROOT / "solutions" / check.lab.name / f"{name}.py").read_text(), []

@@ -18,7 +18,7 @@ from course_checks.harness.comparing import (
     same,
 )
 from course_checks.harness.contract import Contract, gives, slip_hints
-from course_checks.harness.guard import snapshot, time_limit, unchanged, without_limit
+from course_checks.harness.guard import refused, snapshot, time_limit, unchanged, without_limit
 from course_checks.harness.mistakes import explains, named_mistake
 from course_checks.harness.parts import healthy_untouched, put_together
 from course_checks.harness.ranks import TIMEOUT, phases, run_ranks, sent_between
@@ -52,6 +52,7 @@ __all__ = [
     "plain",
     "put_together",
     "ratio_hint",
+    "refused",
     "returned",
     "run_ranks",
     "same",

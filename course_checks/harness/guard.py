@@ -6,8 +6,9 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from course_checks.harness.comparing import NotYet
 from course_lib.launch.failures import is_learners, place
@@ -159,3 +160,16 @@ def without_limit() -> Iterator[None]:
     finally:
         if left:
             signal.setitimer(signal.ITIMER_REAL, left, again)
+
+
+@contextmanager
+def refused(sentence: str, *targets: tuple[Any, str]) -> Iterator[None]:
+    """Within the block each target, an owner and the name of its function, raises NotYet with this sentence."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotYet(sentence)
+
+    with ExitStack() as stack:
+        for owner, name in targets:
+            stack.enter_context(patch.object(owner, name, refuse))
+        yield

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from course_checks.harness import Contract, fresh_seed, number, returned
-from course_checks.lab01.common import lab, refused
+from course_checks.harness import Contract, fresh_seed, number, refused, returned
+from course_checks.lab01.common import lab
 from course_lib.observe.fake import LiveStorages
 from course_lib.observe.memory import AllocatorLog, MemoryProbe, SavedForBackward
 from course_lib.units import nice_bytes

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from course_checks.harness import Contract, fresh_seed, number, slip_hints
+from course_checks.harness import Contract, fresh_seed, number, refused, slip_hints
 from course_checks.lab01 import measured
-from course_checks.lab01.common import lab, refused
+from course_checks.lab01.common import lab
 from course_lib.memory import timeline
 from course_lib.observe.memory import AllocatorLog
 from course_lib.units import nice_bytes

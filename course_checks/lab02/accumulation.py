@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from course_checks.harness import ATOL, RTOL, Contract, NotYet, fresh_seed, named_seed, number, same
+from course_checks.harness import ATOL, RTOL, Contract, fresh_seed, named_seed, returned, same
 from course_checks.lab02.common import lab
 
 VOCAB, WIDTH, IGNORED = 48, 32, -100
@@ -84,7 +84,10 @@ HINTS = {
 def gradients(model: nn.Module, micro_batches: list[Batch], way: str, max_norm: float) -> tuple[dict[str, Any], float]:
     """(gradients, loss) of all micro-batches at once; "late" clips the sum, and divides then."""
     model, weigh = copy.deepcopy(model), WEIGHTS["sum" if way == "late" else way]
-    losses = [cross_entropy(model(t).flatten(0, 1), y.flatten(), ignore_index=IGNORED, reduction="sum") for t, y in micro_batches]
+    losses = [
+        cross_entropy(model(t).flatten(0, 1), y.flatten(), ignore_index=IGNORED, reduction="sum")
+        for t, y in micro_batches
+    ]
     loss = sum(weigh(b, micro_batches) * one for b, one in zip(micro_batches, losses, strict=True))
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), max_norm)
@@ -126,8 +129,9 @@ def _right(step: Callable[..., Any], micro_batches: list[Batch], max_norm: float
         sentence: lambda f, way=way: f["clause"] == GRADIENT and same(f[GRADIENT], ways[way][0])
         for sentence, way in HINTS.items()
     } | {
-        "clip what the optimizer will see: divide first": lambda f: f["clause"] == GRADIENT and same(f[GRADIENT], ways["late"][0]),
-        "the mean over no labels is 0 / 0: sum the losses": lambda f: any(t.isnan().any() for t in f[GRADIENT].values()),
+        "clip what the optimizer will see: divide first": lambda f: (
+            f["clause"] == GRADIENT and same(f[GRADIENT], ways["late"][0])
+        ),
         "it is a mean of means": lambda f: abs(f[LOSS] / ways["mean of means"][1] - 1) < 1e-4,
     }
     contract.holds(len(first) == 1, f"the optimizer steps {len(first)} times in a step, not once")
@@ -135,11 +139,18 @@ def _right(step: Callable[..., Any], micro_batches: list[Batch], max_norm: float
     given = sum(counted(batch) > 0 for batch in micro_batches)  # one without labels may be left out
     lost = "a micro-batch is overwritten when the next one comes, and your model sees"
     contract.holds(len(shown) >= given, f"{lost} {len(shown)} of {len(micro_batches)} as they were")
-    late = any(x == y == "backward" for x, y in zip(seen, seen[1:], strict=False) if isinstance(x, str) and isinstance(y, str))
-    contract.holds(not late, "backward() of a micro-batch must come before the next one: its tokens are overwritten, its graph waits")
+    late = any(
+        x == y == "backward" for x, y in zip(seen, seen[1:], strict=False) if isinstance(x, str) and isinstance(y, str)
+    )
+    contract.holds(
+        not late,
+        "backward() of a micro-batch must come before the next one: its tokens are overwritten, its graph waits",
+    )
     runs = sum(map(torch.is_tensor, seen))
     contract.holds(runs <= len(micro_batches), f"the model runs {runs} times for {len(micro_batches)} micro-batches")
     contract.values(GRADIENT, first[0], right, rtol=RTOL, atol=ATOL)
-    contract.values(LOSS, number(loss, LOSS), right_loss, rtol=1e-4)
+    loss = returned(loss, (int, float), LOSS)
+    contract.holds(loss == loss, f"{LOSS} is nan: the mean over no labels is 0 / 0, and a sum of none is 0")
+    contract.values(LOSS, loss, right_loss, rtol=1e-4)
     step(model, optimizer, stream(micro_batches), max_norm)
     contract.holds(same(kept[1], right), "the first step is right, the second is not: are gradients of the first left?")

@@ -31,9 +31,14 @@ from course_lib.on_cpu.bitsandbytes import prepare_bitsandbytes
 from course_lib.training.methods import prepare, trainable
 from course_lib.units import nice_bytes
 
-ROWS, LENGTH, STEPS, WARM_UP, RATE, RANK = 4, 48, 6, 3, 2e-3, 4
+ROWS, LENGTH, STEPS, WARM_UP, RATE, RANK = 4, 32, 6, 3, 2e-3, 4
 SIZES = {"layers": 3, "hidden": 64, "intermediate": 192, "vocab": 97}
-TRAINED, KEPT, LEARNING_RATE, LOSS = "trained parameters", "what a step keeps for backward", "the learning rate", "the loss"
+TRAINED, KEPT, LEARNING_RATE, LOSS = (
+    "trained parameters",
+    "what a step keeps for backward",
+    "the learning rate",
+    "the loss",
+)
 HINTS = {
     "prepare_model_for_kbit_training() freezes every parameter that it finds": lambda f: (
         f["clause"] == TRAINED and not f["trained"]
@@ -65,7 +70,9 @@ class Program:
     def schedule(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
         return LambdaLR(optimizer, lambda step: min(1.0, step / WARM_UP))
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LRScheduler, ids: torch.Tensor) -> float:
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LRScheduler, ids: torch.Tensor
+    ) -> float:
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -80,11 +87,15 @@ def run(parts: Callable[[], Any], seed: int) -> dict[str, Any]:
     """A run put together from its parts, and a plain one on the same adapters."""
     prepare_bitsandbytes()
     program = put_together(parts, Program)
-    with tempfile.TemporaryDirectory() as folder, no_progress_bars():
+    with tempfile.TemporaryDirectory() as folder, no_progress_bars(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
         write_llama(Path(folder), **SIZES, seed=seed)
         model = returned(program.adapt(returned(program.load(folder), nn.Module, "the model")), nn.Module, "the model")
         twin = prepare(
-            AutoModelForCausalLM.from_pretrained(folder), method="qlora", lora_rank=RANK, activation_checkpointing="full"
+            AutoModelForCausalLM.from_pretrained(folder),
+            method="qlora",
+            lora_rank=RANK,
+            activation_checkpointing="full",
         )
     adapters = {name: p for name, p in model.named_parameters() if "lora_" in name}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -112,7 +123,11 @@ def run(parts: Callable[[], Any], seed: int) -> dict[str, Any]:
     groups = [sum(p.numel() for p in group["params"] if p.requires_grad) for group in optimizer.param_groups]
     elements = [sum(p.numel() for name, p in adapters.items() if which in name) for which in ("lora_A", "lora_B")]
     seen |= {"kept": kept.highest, "needed": needed.highest, "groups": groups, "elements": elements, "norms": norms}
-    return seen | {"trained": len(trained & set(adapters)), "others": len(trained - set(adapters)), "all": len(adapters)}
+    return seen | {
+        "trained": len(trained & set(adapters)),
+        "others": len(trained - set(adapters)),
+        "all": len(adapters),
+    }
 
 
 def _norm(parameters: Any) -> float:
@@ -122,7 +137,9 @@ def _norm(parameters: Any) -> float:
 def observe(parts: type) -> Page:
     """What a Trainer would log, beside a run that trains, and the bytes of a step."""
     seen = run(lambda: parts, 1)
-    print(f"Each step keeps {nice_bytes(seen['kept'])} for backward; the run that trains keeps {nice_bytes(seen['needed'])}.")
+    print(
+        f"Each step keeps {nice_bytes(seen['kept'])} for backward; the run that trains keeps {nice_bytes(seen['needed'])}."
+    )
     columns = {"loss": "losses", "grad_norm": "norms", "learning_rate": "rates", "loss of the run that trains": "alone"}
     columns |= {"its grad_norm": "right norms"}
     rows = [{"step": step + 1} | {name: seen[key][step] for name, key in columns.items()} for step in range(STEPS)]

@@ -19,9 +19,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from course_checks.harness import Contract, NotYet, fresh_seed, live_bytes, named_seed, number, scripts
 from course_checks.harness.tensors import live_tensors
 from course_checks.lab02.common import lab, write_llama
+from course_lib.models import no_progress_bars
 from course_lib.models.data import byte_tokens, english
 from course_lib.notebook.contents import ROOT
 from course_lib.observe.memory import AllocatorLog, optimizer_tensors, storage_of
+from course_lib.on_cpu.bitsandbytes import prepare_bitsandbytes
 from course_lib.units import MIB, nice_bytes
 
 FULL = ROOT / "labs" / "02_single_gpu" / "full.py"
@@ -41,10 +43,17 @@ HINTS = {
 start = functools.partial(scripts.start, FULL)
 
 
+def example(folder: str) -> None:
+    """Write a model of the check's sizes and rows for it, and print the command that trains on them."""
+    base = Path(folder, "base")
+    write_llama(base, **SIZES, seed=1)
+    torch.save(rows_of(1), base / "rows.pt")
+    Path(folder, "run").mkdir(exist_ok=True)
+    print(f"python 02_single_gpu/fits.py --model {base} --data {base}/rows.pt --folder {folder}/run")
+
+
 def watch(script: str, folder: str, notes: str, base: str, options: list[str]) -> None:
     """Run a script as `python script` would; a line per optimizer step, with the memory of the second and the third."""
-    from course_lib.on_cpu.bitsandbytes import prepare_bitsandbytes
-
     prepare_bitsandbytes()
     seen: dict[str, Any] = {"rows": [], "at_once": 0, "starts": 0.0}
     there: list[tuple[str, int, StorageWeakRef]] = []
@@ -96,7 +105,11 @@ def by_kind(optimizer: torch.optim.Optimizer) -> list[tuple[str, int, StorageWea
     for tensor in live_tensors():
         storage = storage_of(tensor)
         kind = kinds.get(storage._cdata, "packed" if tensor.dtype == torch.uint8 else "other weights")
-        storages[storage._cdata] = (kind, 0 if tensor.dtype == torch.int64 else storage.nbytes(), StorageWeakRef(storage))
+        storages[storage._cdata] = (
+            kind,
+            0 if tensor.dtype == torch.int64 else storage.nbytes(),
+            StorageWeakRef(storage),
+        )
     return list(storages.values())
 
 
@@ -117,13 +130,14 @@ def mean_loss(model: nn.Module, rows: dict[str, torch.Tensor]) -> float:
 
 
 @lab.exercise("A full fine-tune that does not fit", importance=5, difficulty=4, minutes=35)
-def fitted(path: Callable[[], Any]) -> str:
+def fits(path: Callable[[], Any]) -> str:
     """By what the script does: the same rows and loss within the card, an adapter that has learned, bytes that were planned."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     script, seed = scripts.script_of(path()), fresh_seed()
-    with tempfile.TemporaryDirectory() as folder, named_seed(seed):
+    prepare_bitsandbytes()
+    with tempfile.TemporaryDirectory() as folder, named_seed(seed), no_progress_bars():
         rows, base, run = rows_of(seed), Path(folder, "base"), Path(folder, "run")
         steps = _train(script, base, run, rows, SIZES, BATCH, STEPS)
         model = AutoModelForCausalLM.from_pretrained(base)

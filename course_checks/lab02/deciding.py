@@ -89,7 +89,7 @@ def plan(run: Run, slip: str = "") -> Plan | None:
             savings = {name: now - need(run, [*names, name]) for name in left}
             best = left[0] if slip == "order" else max(left, key=lambda name: savings[name])
             left.remove(best)
-            if savings[best] >= LEAST * now or (slip == "small" and best):
+            if savings[best] >= LEAST * now or (slip == "small" and savings[best] > 0):
                 taken.append((best, need(run) - need(run, [best]) if slip == "alone" else savings[best]))
                 names.append(best)
     return taken if need(run, names) <= run.room else None
@@ -114,7 +114,10 @@ def order(order: Callable[..., Any]) -> str:
         contract.holds(names == wanted, f"you take {names or 'nothing'} in that order", "order")
         for (name, saving), (_, measured) in zip(given, right, strict=True):
             contract.values(f"the GiB that {name} saves", saving, measured, rtol=0.05)
-    told = [f"{run}: {', '.join(name for name, _ in given or ()) or 'as it is'}" for run, given in zip(RUNS[:3], answers, strict=False)]
+    told = [
+        f"{run}: {', '.join(name for name, _ in given or ()) or 'as it is'}"
+        for run, given in zip(RUNS[:3], answers, strict=False)
+    ]
     return f"{'; '.join(told)}; and {len(runs) - 3} more"
 
 

@@ -65,7 +65,9 @@ def block_code(code: Callable[[], Any]) -> str:
             contract.values(f"a state of shape {shape}", back, small, rtol=0.0, atol=0.1 * float(small.abs().max()))
         for signed in (True, False):
             zeros = torch.zeros(300)
-            contract.values("a state of zeros", _back(dequantize, _kept(quantize, zeros, signed), zeros), zeros, rtol=0.0)
+            contract.values(
+                "a state of zeros", _back(dequantize, _kept(quantize, zeros, signed), zeros), zeros, rtol=0.0
+            )
     return f"{contract.evidence()}; Adam's update is off by {error:.1%}; an outlier stays in its block"
 
 
