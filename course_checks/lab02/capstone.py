@@ -43,13 +43,14 @@ HINTS = {
 start = functools.partial(scripts.start, FULL)
 
 
-def example(folder: str) -> None:
-    """Write a model of the check's sizes and rows for it, and print the command that trains on them."""
-    base = Path(folder, "base")
-    write_llama(base, **SIZES, seed=1)
-    torch.save(rows_of(1), base / "rows.pt")
-    Path(folder, "run").mkdir(exist_ok=True)
-    print(f"python 02_single_gpu/fits.py --model {base} --data {base}/rows.pt --folder {folder}/run")
+def measure(path: str | Path) -> None:
+    """Run a script on the check's model for three steps, and print what the check measures."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder, "run")
+        steps = _train(scripts.script_of(path), Path(folder, "base"), run, rows_of(1), SIZES, BATCH, MEASURED + 1)
+    print("losses:", *(f"{line['starts']:.3f}" for line in steps))
+    print(f"{PEAK}: {nice_bytes(steps[MEASURED]['peak'])}; the card has {nice_bytes(CARD)}")
+    print(f"between two steps: {_told(steps[MEASURED]['held'])}")
 
 
 def watch(script: str, folder: str, notes: str, base: str, options: list[str]) -> None:
@@ -191,8 +192,11 @@ def _planned(run: Path, held: dict[str, int], sizes: dict[str, int]) -> float:
     if not isinstance(planned, dict) or "bytes" not in planned:
         raise NotYet('plan.json should say {"bytes": …}')
     yours, measured = number(planned["bytes"], "bytes in plan.json"), sum(held.values())
-    parts = ", ".join(f"{name} {nice_bytes(size)}" for name, size in held.items())
     if (off := abs(yours / measured - 1)) > 0.05:
         told = f"you plan {nice_bytes(yours)}, and between two steps the process holds {nice_bytes(measured)}"
-        raise NotYet(f"{sizes}: {told}: {parts}")
+        raise NotYet(f"{sizes}: {told}: {_told(held)}")
     return off
+
+
+def _told(held: dict[str, int]) -> str:
+    return ", ".join(f"{name} {nice_bytes(size)}" for name, size in held.items() if size)
