@@ -30,6 +30,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     for name in ("model", "data", "folder"):
         parser.add_argument(f"--{name}", required=True)
-    for name, value in {"batch_size": 16, "steps": 6, "lr": 1e-3}.items():
+    for name, value in {"batch_size": 16, "steps": 4, "lr": 1e-3}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     main(**vars(parser.parse_args()))
