@@ -13,7 +13,6 @@ from course_checks.harness.comparing import (
     nothing,
     number,
     plain,
-    ratio_hint,
     returned,
     same,
 )
@@ -21,7 +20,7 @@ from course_checks.harness.contract import Contract, gives, slip_hints
 from course_checks.harness.guard import refused, snapshot, time_limit, unchanged, without_limit
 from course_checks.harness.mistakes import explains, named_mistake
 from course_checks.harness.parts import healthy_untouched, put_together
-from course_checks.harness.ranks import TIMEOUT, phases, run_ranks, sent_between
+from course_checks.harness.ranks import TIMEOUT, phases, run_ranks
 
 __all__ = [
     "ATOL",
@@ -51,12 +50,10 @@ __all__ = [
     "phases",
     "plain",
     "put_together",
-    "ratio_hint",
     "refused",
     "returned",
     "run_ranks",
     "same",
-    "sent_between",
     "settled_bytes",
     "slip_hints",
     "snapshot",

@@ -5,7 +5,7 @@
     @lab.exercise("Your own DistributedDataParallel", importance=5, difficulty=4, minutes=30)
     def my_ddp(make_ddp):
         run = launch(steps, ranks=2, make_ddp=make_ddp)
-        close(run.results[0], oracle(), rtol=1e-5, what="the loss", ratios={2: "your losses are summed over the ranks"})
+        close(run.results[0], oracle(), rtol=1e-5, what="the loss")
         return "2 ranks; 5.6 MB a rank a step"
 
 A check says that something is wrong by raising NotYet, here or in a rank. Whatever the learner's code raises becomes a
@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from course_checks.harness.comparing import NotYet, close, ratio_hint, returned
+from course_checks.harness.comparing import NotYet, close, returned
 from course_checks.harness.guard import Guarded, time_limit
 from course_checks.harness.stubs import always_stops, untouched
 from course_lib.launch import RankFailed, RanksHung
@@ -37,7 +37,7 @@ from course_lib.validation import did_you_mean
 
 Status = Literal["passed", "not attempted", "not yet"]
 COLOURS: dict[str, str] = {"passed": "#2e7d32", "not attempted": "#757575", "not yet": "#b26a00"}
-__all__ = ["Exercise", "Lab", "NotYet", "Verdict", "close", "judge", "ratio_hint", "returned"]
+__all__ = ["Exercise", "Lab", "NotYet", "Verdict", "close", "judge", "returned"]
 LIMIT = 120.0  # seconds for one check: an endless loop ends here
 # What using a wrong type, dtype or shape raises in a check's own lines, where no line of the learner's takes part.
 USE_FAILS = (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RuntimeError)

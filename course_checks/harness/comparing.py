@@ -59,14 +59,12 @@ def number(value: Any, what: str) -> float:
     return float(value) if isinstance(value, Fraction) else value
 
 
-def close(
-    actual: Any, expected: Any, *, rtol: float, atol: float = 0.0, what: str, ratios: Mapping[float, str] | None = None
-) -> None:
+def close(actual: Any, expected: Any, *, rtol: float, atol: float = 0.0, what: str) -> None:
     """Raise NotYet unless |actual - expected| <= atol + rtol * |expected| everywhere.
 
     Takes numbers, sequences, arrays, tensors of any shape and device, and dicts of them (a state_dict, gradients by
-    name). The sentence names the largest difference and where it is, or is `ratio_hint`'s when `ratios` knows one.
-    None is NotYet. Raises ValueError when `expected` itself does not hold numbers.
+    name). The sentence names the largest difference and where it is. None is NotYet.
+    Raises ValueError when `expected` itself does not hold numbers.
     """
     worst: tuple[float, str] = (0.0, "")
     for label, yours, wanted in _pairs(actual, expected, what):
@@ -74,7 +72,7 @@ def close(
         if excess > worst[0]:
             worst = excess, sentence
     if worst[1]:
-        raise NotYet((ratio_hint(actual, expected, ratios) if ratios else None) or worst[1])
+        raise NotYet(worst[1])
 
 
 def same(one: Any, other: Any) -> bool:
@@ -86,30 +84,6 @@ def same(one: Any, other: Any) -> bool:
 
 def in_bytes(count: float) -> str:
     return f"{count:,.0f} bytes"
-
-
-def ratio_hint(actual: Any, expected: Any, table: Mapping[float, str], *, rtol: float = 1e-3) -> str | None:
-    """The sentence of the factor k in `table` with actual = k * expected, or None.
-
-    {world_size: "your gradients are exactly world_size times too large: you summed where DDP averages"}. Everywhere
-    means within `rtol` of the largest element. Factor 1 (one rank) never matches; takes what `close` takes.
-    """
-    import numpy as np
-
-    try:
-        pairs = [(yours, wanted) for _, yours, wanted in _pairs(actual, expected, "")]
-    except NotYet:
-        return None
-    if any(yours.shape != wanted.shape for yours, wanted in pairs):
-        return None
-    yours = np.concatenate([np.zeros(0), *(pair[0].ravel() for pair in pairs)])
-    wanted = np.concatenate([np.zeros(0), *(pair[1].ravel() for pair in pairs)])
-    scale = float(np.abs(wanted).max(initial=0.0))
-    if scale == 0 or not np.isfinite(scale) or not np.isfinite(yours).all():
-        return None
-    errors = {k: float(np.abs(yours - k * wanted).max()) / (scale * max(abs(k), 1e-3)) for k in table if k != 1}
-    best = min(errors, key=errors.__getitem__, default=None)
-    return table[best] if best is not None and errors[best] <= rtol else None
 
 
 def _pairs(actual: Any, expected: Any, what: str) -> list[tuple[str, Any, Any]]:

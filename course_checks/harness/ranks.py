@@ -52,33 +52,3 @@ def phases(run: Run, rank: int) -> list[list[Collective]]:
             else:
                 cut[-1].append(collective)
     return cut
-
-
-def sent_between(
-    run: Run,
-    rank: int,
-    at_least: float,
-    at_most: float,
-    what: str,
-    *,
-    phase: int | None = None,
-    why: str = "",
-) -> int:
-    """Bytes that a rank put into its collectives, as measured in this run.
-
-    `phase` counts from the start of the run, barrier by barrier; None takes all.
-    Raises NotYet outside of `at_least` and `at_most`; `why` is what to do about too many.
-    """
-    cut = phases(run, rank)
-    calls = [c for each in cut for c in each] if phase is None else cut[phase]
-    sent = sum(c.bytes for c in calls if c.kind != "recv")
-    if sent > at_most:
-        raise NotYet(
-            f"rank {rank} sends {sent:,} bytes of {what}, and {at_most:,.0f} are enough{': ' + why if why else ''}"
-        )
-    if sent < at_least:
-        raise NotYet(
-            f"rank {rank} sends {sent:,} bytes of {what}, and it takes at least {at_least:,.0f}: the ranks cannot know what "
-            "nobody sent them"
-        )
-    return sent
