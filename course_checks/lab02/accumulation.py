@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -78,19 +79,21 @@ HINTS = {
     "the means are added up: sum losses instead, and divide once": "sum of means",
     "you divide by all positions; a label of -100 is no token of the loss": "padding",
     "that is the sum over all labels; divide it by their number": "sum",
+    "clip what the optimizer will see: divide first": "late",
+    "the norm of this gradient is not clipped": "never",
 }
 
 
 def gradients(model: nn.Module, micro_batches: list[Batch], way: str, max_norm: float) -> tuple[dict[str, Any], float]:
-    """(gradients, loss) of all micro-batches at once; "late" clips the sum, and divides then."""
-    model, weigh = copy.deepcopy(model), WEIGHTS["sum" if way == "late" else way]
+    """(gradients, loss) of all micro-batches at once; "late" clips the sum, and divides then; "never" does not clip."""
+    model, weigh = copy.deepcopy(model), WEIGHTS[{"late": "sum", "never": "right"}.get(way, way)]
     losses = [
         cross_entropy(model(t).flatten(0, 1), y.flatten(), ignore_index=IGNORED, reduction="sum")
         for t, y in micro_batches
     ]
     loss = sum(weigh(b, micro_batches) * one for b, one in zip(micro_batches, losses, strict=True))
     loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    nn.utils.clip_grad_norm_(model.parameters(), math.inf if way == "never" else max_norm)
     factor = WEIGHTS["right"](micro_batches[0], micro_batches) if way == "late" else 1.0
     return {name: factor * p.grad for name, p in model.named_parameters()}, loss.item()
 
@@ -108,7 +111,7 @@ def accumulated_step(step: Callable[..., Any]) -> str:
 def _right(step: Callable[..., Any], micro_batches: list[Batch], max_norm: float) -> None:
     torch.manual_seed(0)
     model = Tied()
-    ways = {way: gradients(model, micro_batches, way, max_norm) for way in (*WEIGHTS, "late")}
+    ways = {way: gradients(model, micro_batches, way, max_norm) for way in (*WEIGHTS, "late", "never")}
     right, right_loss = ways["right"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the second step is the first again
     kept: list[dict[str, torch.Tensor]] = []
@@ -129,10 +132,8 @@ def _right(step: Callable[..., Any], micro_batches: list[Batch], max_norm: float
         sentence: lambda f, way=way: f["clause"] == GRADIENT and same(f[GRADIENT], ways[way][0])
         for sentence, way in HINTS.items()
     } | {
-        "clip what the optimizer will see: divide first": lambda f: (
-            f["clause"] == GRADIENT and same(f[GRADIENT], ways["late"][0])
-        ),
         "it is a mean of means": lambda f: abs(f[LOSS] / ways["mean of means"][1] - 1) < 1e-4,
+        "it is a sum": lambda f: abs(f[LOSS] / ways["sum"][1] - 1) < 1e-4,
     }
     contract.holds(len(first) == 1, f"the optimizer steps {len(first)} times in a step, not once")
     shown = [tokens for tokens, _ in micro_batches if any(torch.is_tensor(x) and torch.equal(x, tokens) for x in seen)]

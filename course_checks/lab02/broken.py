@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from course_checks.harness import (
     Contract,
+    NotYet,
     fresh_seed,
     healthy_untouched,
     learnable_tokens,
@@ -50,7 +51,7 @@ HINTS = {
 
 
 class Program:
-    """A colleague's program in five parts; what each is meant to do stands in the exercise's text. Spoiler below."""
+    """A colleague's program in five parts; what each is meant to do stands in the exercise's text."""
 
     def load(self, folder: str) -> nn.Module:
         nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -98,17 +99,22 @@ def run(parts: Callable[[], Any], seed: int) -> dict[str, Any]:
             activation_checkpointing="full",
         )
     adapters = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    shapes = {name: p.shape for name, p in twin.named_parameters() if "lora_" in name}
+    if {name: p.shape for name, p in adapters.items()} != shapes or _alphas(model) != _alphas(twin):
+        raise NotYet(
+            f"adapt() should add adapters of rank {RANK} with lora_alpha=32 beside every linear layer of the blocks"
+        )
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     twin.load_state_dict({name: p.detach().clone() for name, p in adapters.items()}, strict=False)
     optimizer = returned(program.optimizer(model), torch.optim.Optimizer, "the optimizer")
-    schedule, norms = program.schedule(optimizer), []
+    schedule, norms, rates = program.schedule(optimizer), [], []
     optimizer.register_step_pre_hook(lambda *_: norms.append(_norm(adapters.values())))
+    optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
     right = Program.optimizer(program, twin)
     right.param_groups[1]["params"] = [p for name, p in twin.named_parameters() if "lora_B" in name]
-    seen: dict[str, Any] = {name: [] for name in ("losses", "alone", "rates", "right norms")}
+    seen: dict[str, Any] = {name: [] for name in ("losses", "alone", "right norms")}
     for step in range(STEPS):
         ids = learnable_tokens(ROWS, LENGTH, SIZES["vocab"], seed + step)
-        seen["rates"].append(optimizer.param_groups[0]["lr"])
         with SavedForBackward(model) as kept:
             seen["losses"].append(returned(program.step(model, optimizer, schedule, ids), float, "the loss"))
         for group, rate in zip(right.param_groups, (RATE, 16 * RATE), strict=True):
@@ -120,6 +126,10 @@ def run(parts: Callable[[], Any], seed: int) -> dict[str, Any]:
         right.step()
         right.zero_grad()
         seen["alone"].append(loss.item())
+    if len(rates) != STEPS:
+        raise NotYet(f"the optimizer steps {len(rates)} times in {STEPS} steps")
+    seen |= {"rates": rates, "left": sum(p.grad is not None and bool(p.grad.any()) for p in adapters.values())}
+    seen["decays"] = [group["weight_decay"] for group in optimizer.param_groups]
     groups = [sum(p.numel() for p in group["params"] if p.requires_grad) for group in optimizer.param_groups]
     elements = [sum(p.numel() for name, p in adapters.items() if which in name) for which in ("lora_A", "lora_B")]
     seen |= {"kept": kept.highest, "needed": needed.highest, "groups": groups, "elements": elements, "norms": norms}
@@ -128,6 +138,10 @@ def run(parts: Callable[[], Any], seed: int) -> dict[str, Any]:
         "others": len(trained - set(adapters)),
         "all": len(adapters),
     }
+
+
+def _alphas(model: nn.Module) -> set[float]:
+    return {config.lora_alpha for config in getattr(model, "peft_config", {}).values()}
 
 
 def _norm(parameters: Any) -> float:
@@ -158,6 +172,8 @@ def repaired(repaired: Callable[[], Any]) -> str:
         contract.memory(KEPT, seen["kept"], at_least=seen["needed"] / 2, at_most=1.2 * seen["needed"])
         told = f"the optimizer's groups hold {seen['groups']} elements, and A and B have {seen['elements']}"
         contract.holds(seen["groups"] == seen["elements"], told, "groups")
+        contract.holds(not any(seen["decays"]), f"the groups' weight decay is {seen['decays']}, not 0")
+        contract.holds(not seen["left"], "when a step ends, its gradients are still there", "left")
         for step in range(STEPS):
             contract.about = f"step {step + 1}"
             contract.values(LEARNING_RATE, seen["rates"][step], RATE * min(1.0, step / WARM_UP), rtol=1e-6)

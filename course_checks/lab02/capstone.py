@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import PreTrainedModel
 from transformers.models.llama import LlamaForCausalLM
 
 from course_checks.harness import Contract, NotYet, fresh_seed, live_bytes, named_seed, number, scripts
@@ -31,7 +33,7 @@ FULL = ROOT / "labs" / "02_single_gpu" / "full.py"
 CARD, BATCH, STEPS, LENGTH = 14 * MIB, 16, 4, 96
 MEASURED, LEARNED = 2, 0.3  # the step whose memory is looked at; by how much the loss must fall
 SIZES = {"layers": 6, "hidden": 192, "intermediate": 512, "vocab": 2048}
-KINDS = ("packed weights", "other weights", "trained weights", "moments")
+KINDS = ("packed weights", "other weights", "trained weights", "moments", "gradients")
 PEAK, LOSS, STARTS = "the peak of a step", "the loss in losses.jsonl", "the loss that backward() starts from"
 HINTS = {
     "the mean is over all labels of the step": lambda f: f["clause"] == STARTS,
@@ -40,6 +42,7 @@ HINTS = {
     ),
     "the weights are not packed": lambda f: f["clause"] == PEAK and not f["packed weights"],
     "so many rows at once": lambda f: f["clause"] == PEAK and f["at_once"] > 2,
+    "is each block checkpointed?": lambda f: f["clause"] == PEAK,
 }
 start = functools.partial(scripts.start, FULL)
 
@@ -49,13 +52,16 @@ def measure(path: str | Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
         steps = _train(scripts.script_of(path), Path(folder, "base"), run, rows_of(1), SIZES, BATCH, MEASURED + 1)
+        plan = (run / "plan.json").read_text() if (run / "plan.json").exists() else "none"
     print("losses:", *(f"{line['starts']:.3f}" for line in steps))
     print(f"{PEAK}: {nice_bytes(steps[MEASURED]['peak'])}; the card has {nice_bytes(CARD)}")
-    print(f"between two steps: {_told(steps[MEASURED]['held'])}")
+    held = steps[MEASURED]["held"]
+    print(f"between two steps: {sum(held.values()):,} bytes: {_told(held)}; plan.json: {plan}")
 
 
 def watch(script: str, folder: str, notes: str, base: str, batch: int, steps_wanted: int) -> None:
     """Run a script as `python script` would; a line per optimizer step, with the memory of the second and the third."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU's allocator tells of each tensor
     prepare_bitsandbytes()
     seen: dict[str, Any] = {"rows": [], "at_once": 0, "starts": 0.0}
     there: list[tuple[str, int, StorageWeakRef]] = []
@@ -66,7 +72,8 @@ def watch(script: str, folder: str, notes: str, base: str, batch: int, steps_wan
     def forward(module: nn.Module, args: Any) -> None:
         if isinstance(module, nn.Embedding) and torch.is_grad_enabled():
             if "expected" not in seen:  # adapters do nothing yet; packing has moved the loss
-                [model] = (thing for thing in gc.get_objects() if isinstance(thing, LlamaForCausalLM))
+                models = (thing for thing in gc.get_objects() if isinstance(thing, LlamaForCausalLM))
+                model = next(model for model in models if model.get_input_embeddings() is module)
                 seen["expected"] = mean_loss(model, torch.load(f"{base}/rows.pt"), batch)
             if steps == 1 and not there:
                 there.extend(by_kind(stepped))
@@ -96,6 +103,11 @@ def watch(script: str, folder: str, notes: str, base: str, batch: int, steps_wan
             file.write(json.dumps(seen) + "\n")
         seen.update(rows=[], at_once=0, starts=0.0)
 
+    def loads(cls: type, *args: Any, **kwargs: Any) -> Any:
+        seen.setdefault("planned", Path(folder, "plan.json").exists())
+        return load(cls, *args, **kwargs)
+
+    load, PreTrainedModel.from_pretrained = PreTrainedModel.from_pretrained.__func__, classmethod(loads)
     torch.Tensor.backward = started
     register_module_forward_pre_hook(forward)
     register_optimizer_step_post_hook(step)
@@ -107,6 +119,12 @@ def by_kind(optimizer: torch.optim.Optimizer) -> list[tuple[str, int, StorageWea
     """(kind, bytes, reference) of each storage of the process between two steps."""
     kinds = {storage_of(t)._cdata: "moments" for t in optimizer_tensors(optimizer)}
     kinds |= {storage_of(p)._cdata: "trained weights" for group in optimizer.param_groups for p in group["params"]}
+    kinds |= {
+        storage_of(p.grad)._cdata: "gradients"
+        for g in optimizer.param_groups
+        for p in g["params"]
+        if p.grad is not None
+    }
     storages = {}
     for tensor in live_tensors():
         storage = storage_of(tensor)
@@ -120,12 +138,12 @@ def by_kind(optimizer: torch.optim.Optimizer) -> list[tuple[str, int, StorageWea
 
 
 def rows_of(seed: int) -> dict[str, torch.Tensor]:
-    """Long answers out of a text, and short ones that say one letter again and again, which is easy."""
+    """Long answers out of a text, some of them without a prompt, and short ones that say one letter again and again."""
     text, generator = byte_tokens(english()), torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - LENGTH, (BATCH * STEPS,), generator=generator).tolist()
     ids = torch.stack([text[first : first + LENGTH] for first in starts])
     short = torch.rand(len(ids), generator=generator) < 0.5
-    begins = torch.where(short, LENGTH - 5, torch.randint(8, 40, (len(ids),), generator=generator))
+    begins = torch.where(short, LENGTH - 5, torch.randint(-20, 40, (len(ids),), generator=generator))
     ids[short, -12:] = ids[short, -12:-11]
     return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(LENGTH) < begins[:, None], -100)}
 
@@ -165,8 +183,18 @@ def fits(path: Callable[[], Any]) -> str:
         learned = mean_loss(model, rows) - mean_loss(PeftModel.from_pretrained(model, run), rows)
         told = f"with your adapter the loss of the first step's rows falls by {learned:.2f}, not by {LEARNED}"
         contract.holds(learned >= LEARNED, told)
+        contract.holds(
+            not steps[MEASURED]["held"]["gradients"], "when a step begins, the last one's gradients are still there"
+        )
+        contract.holds(steps[0]["planned"], "when the weights are loaded, there is no {folder}/plan.json yet")
         off = _planned(run, steps[MEASURED]["held"], SIZES)
-        sizes = {"layers": 2 + seed % 4, "hidden": 128, "intermediate": 320, "vocab": 1024 + 256 * (seed % 5)}
+        sizes = {
+            "layers": 5 + seed % 3,
+            "hidden": 128,
+            "intermediate": 320,
+            "vocab": 1024 + 256 * (seed % 2),
+            "kv_heads": 1,
+        }
         steps_of_another = _train(script, Path(folder, "other"), Path(folder, "another"), rows, sizes, 4, MEASURED + 1)
         off = max(off, _planned(Path(folder, "another"), steps_of_another[MEASURED]["held"], sizes))
     peak = nice_bytes(steps[MEASURED]["peak"])
@@ -189,10 +217,10 @@ def _train(
 
 def _planned(run: Path, held: dict[str, int], sizes: dict[str, int]) -> float:
     """How far plan.json is off from what the process held between two steps; NotYet above 5 %."""
-    plan = run / "plan.json"
-    if not plan.exists():
-        raise NotYet("there is no {folder}/plan.json")
-    planned = json.loads(plan.read_text())
+    try:
+        planned = json.loads((run / "plan.json").read_text())
+    except ValueError as error:
+        raise NotYet(f"plan.json is no JSON: {error}") from error
     if not isinstance(planned, dict) or "bytes" not in planned:
         raise NotYet('plan.json should say {"bytes": …}')
     yours, measured = number(planned["bytes"], "bytes in plan.json"), sum(held.values())

@@ -25,11 +25,19 @@ def tensor_like(value: Any, like: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def write_llama(
-    folder: Path, *, layers: int, hidden: int, intermediate: int, vocab: int, seed: int, scale: float = 1.0
+    folder: Path,
+    *,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    vocab: int,
+    seed: int,
+    kv_heads: int = 2,
+    scale: float = 1.0,
 ) -> None:
     """A Llama in fp32 with its embedding for a head; with a large `scale` of it, losses differ much from token to token."""
     sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": kv_heads, "max_position_embeddings": 128}
     config = LlamaConfig(**sizes, **heads, tie_word_embeddings=True, initializer_range=0.06, use_cache=False)
     with torch.random.fork_rng(devices=[]), no_progress_bars():
         torch.manual_seed(seed)

@@ -72,7 +72,9 @@ SLIPS = {
     "alone": "you take each technique's saving from the run as it was, not from where you take it",
     "price": "a technique of a dearer price comes before a cheaper one that helps",
     "order": "among techniques of one price, the one that saves most at that moment comes first",
+    "once": "among techniques of one price, ask after each one again which saves most",
     "small": f"a technique that saves less than {LEAST:.0%} at that moment is left out",
+    "start": f"{LEAST:.0%} of what the run needs at that moment, not at the start",
     "on": "the run fits already: stop there",
 }
 
@@ -83,14 +85,15 @@ def plan(run: Run, slip: str = "") -> Plan | None:
     names: list[str] = []
     groups = [list(PRICES)] if slip == "price" else [list(each) for each in TECHNIQUES.values()]
     for group in groups:
-        left = list(group)
+        left, at_first = list(group), list(names)
         while left and (slip == "on" or need(run, names) > run.room):
-            now = need(run, names)
-            savings = {name: now - need(run, [*names, name]) for name in left}
-            best = left[0] if slip == "order" else max(left, key=lambda name: savings[name])
+            now, rank = need(run, names), at_first if slip == "once" else names
+            best = left[0] if slip == "order" else min(left, key=lambda name: need(run, [*rank, name]))
             left.remove(best)
-            if savings[best] >= LEAST * now or (slip == "small" and savings[best] > 0):
-                taken.append((best, need(run) - need(run, [best]) if slip == "alone" else savings[best]))
+            saving = now - need(run, [*names, best])
+            least = 0.0 if slip == "small" else LEAST * (need(run) if slip == "start" else now)
+            if saving >= least and saving > 0:
+                taken.append((best, need(run) - need(run, [best]) if slip == "alone" else saving))
                 names.append(best)
     return taken if need(run, names) <= run.room else None
 
@@ -111,14 +114,11 @@ def order(order: Callable[..., Any]) -> str:
             contract.holds(given is right, "it fits" if right is not None else "nothing makes it fit: raise ValueError")
             continue
         names, wanted = [name for name, _ in given], [name for name, _ in right]
-        contract.holds(names == wanted, f"you take {names or 'nothing'} in that order", "order")
+        contract.holds(names == wanted, f"you take {', then '.join(names) or 'nothing'}", "order")
         for (name, saving), (_, measured) in zip(given, right, strict=True):
             contract.values(f"the GiB that {name} saves", saving, measured, rtol=0.05)
-    told = [
-        f"{run}: {', '.join(name for name, _ in given or ()) or 'as it is'}"
-        for run, given in zip(RUNS[:3], answers, strict=False)
-    ]
-    return f"{'; '.join(told)}; and {len(runs) - 3} more"
+    first = [f"{run.model} {(given or [('nothing', 0)])[0][0]}" for run, given in zip(RUNS, answers, strict=False)]
+    return f"{len(runs)} runs. The first techniques: {', '.join(first)}"
 
 
 def _asked(order: Callable[..., Any], run: Run) -> Plan | None:
