@@ -33,7 +33,7 @@ ROOMS = {
         600,
     ),  # every cell says that it runs, the map is a page of cards, buckets and stages have sliders, and a recorded step a player
     "course_lib/figures": (1793, 950),  # a figure becomes a compact SVG; gigabytes
-    "course_lib/on_cpu": (148, 500),  # NF4 came from training
+    "course_lib/on_cpu": (151, 500),  # NF4 came from training, and keeps bitsandbytes quiet
     "course_lib": (600, 300),  # a lesson's opening picture in Colab
     "course_tools/planning": (3688, 2500),  # a ZeRO plan's script brings its JSON
     "course_tools/axolotl": (3089, 2000),  # a notebook needs no remark that it waits
@@ -42,12 +42,12 @@ ROOMS = {
     "course_tools/monitoring": (744, 450),
     "course_tools/doctor": (718, 450),
     "course_tools": (151, 150),  # where to go on, and the notebook there
-    "course_checks/harness": (1246, 700),  # clauses and hints; what labs share came from labs 4 to 6
-    "course_checks": (10025, 3850),  # labs 4 to 6 run on ranks
+    "course_checks/harness": (1202, 700),  # clauses and hints; what labs share came from labs 4 to 6
+    "course_checks": (9823, 3850),  # labs 4 to 6 run on ranks
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
-    "tests/planted": (2680, 1300),
+    "tests/planted": (2224, 1300),
     "tests": (
-        14769,
+        14681,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces
     "benchmarks": (

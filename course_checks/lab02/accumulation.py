@@ -113,7 +113,9 @@ def _right(step: Callable[..., Any], micro_batches: list[Batch], max_norm: float
     model = Tied()
     ways = {way: gradients(model, micro_batches, way, max_norm) for way in (*WEIGHTS, "late", "never")}
     right, right_loss = ways["right"]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # the second step is the first again
+    first_one, *others = model.parameters()
+    groups = [{"params": [first_one]}, {"params": others}]
+    optimizer = torch.optim.SGD(groups, lr=0.0)  # the second step is the first again
     kept: list[dict[str, torch.Tensor]] = []
     passes: list[torch.Tensor | str] = []
 

@@ -28,7 +28,6 @@ from course_lib.models import no_progress_bars
 from course_lib.notebook import table
 from course_lib.notebook.page import Page
 from course_lib.observe.memory import SavedForBackward
-from course_lib.on_cpu.bitsandbytes import prepare_bitsandbytes
 from course_lib.training.methods import prepare, trainable
 from course_lib.units import nice_bytes
 
@@ -44,7 +43,8 @@ HINTS = {
     "prepare_model_for_kbit_training() freezes every parameter that it finds": lambda f: (
         f["clause"] == TRAINED and not f["trained"]
     ),
-    "from_pretrained() leaves a model in evaluation mode": lambda f: f["clause"] == KEPT and f[KEPT] > 2 * f["needed"],
+    "from_pretrained() leaves a model in evaluation mode": lambda f: f["clause"] == KEPT and not f["training"],
+    "is each block checkpointed, without reentrance?": lambda f: f["clause"] == KEPT,
     "who moves the scheduler on?": lambda f: f["clause"] == LEARNING_RATE and not f[LEARNING_RATE],
     "print the names of the parameters, and the optimizer's groups": lambda f: f["clause"] == "groups",
 }
@@ -86,7 +86,6 @@ HEALTHY = ("load", "schedule")
 
 def run(parts: Callable[[], Any], seed: int) -> dict[str, Any]:
     """A run put together from its parts, and a plain one on the same adapters."""
-    prepare_bitsandbytes()
     program = put_together(parts, Program)
     with tempfile.TemporaryDirectory() as folder, no_progress_bars(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -130,9 +129,16 @@ def run(parts: Callable[[], Any], seed: int) -> dict[str, Any]:
         raise NotYet(f"the optimizer steps {len(rates)} times in {STEPS} steps")
     seen |= {"rates": rates, "left": sum(p.grad is not None and bool(p.grad.any()) for p in adapters.values())}
     seen["decays"] = [group["weight_decay"] for group in optimizer.param_groups]
-    groups = [sum(p.numel() for p in group["params"] if p.requires_grad) for group in optimizer.param_groups]
+    groups = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
     elements = [sum(p.numel() for name, p in adapters.items() if which in name) for which in ("lora_A", "lora_B")]
-    seen |= {"kept": kept.highest, "needed": needed.highest, "groups": groups, "elements": elements, "norms": norms}
+    seen |= {
+        "kept": kept.highest,
+        "needed": needed.highest,
+        "groups": groups,
+        "elements": elements,
+        "norms": norms,
+        "training": all(module.training for module in model.modules()),
+    }
     return seen | {
         "trained": len(trained & set(adapters)),
         "others": len(trained - set(adapters)),
@@ -179,5 +185,4 @@ def repaired(repaired: Callable[[], Any]) -> str:
             contract.values(LEARNING_RATE, seen["rates"][step], RATE * min(1.0, step / WARM_UP), rtol=1e-6)
             contract.values(LOSS, seen["losses"][step], seen["alone"][step], rtol=1e-3)
     healthy_untouched(repaired(), Program, HEALTHY)
-    fell = seen["losses"][0] - seen["losses"][-1]
-    return f"all {seen['all']} adapter matrices train; the loss falls by {fell:.2f}; a step keeps {nice_bytes(seen['kept'])}"
+    return f"all {seen['all']} adapter matrices train, with the losses of a plain run; a step keeps {nice_bytes(seen['kept'])}"

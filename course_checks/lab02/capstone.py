@@ -26,14 +26,13 @@ from course_lib.models import no_progress_bars
 from course_lib.models.data import byte_tokens, english
 from course_lib.notebook.contents import ROOT
 from course_lib.observe.memory import AllocatorLog, optimizer_tensors, storage_of
-from course_lib.on_cpu.bitsandbytes import prepare_bitsandbytes
 from course_lib.units import MIB, nice_bytes
 
 FULL = ROOT / "labs" / "02_single_gpu" / "full.py"
 CARD, BATCH, STEPS, LENGTH = 14 * MIB, 16, 4, 96
 MEASURED, LEARNED = 2, 0.3  # the step whose memory is looked at; by how much the loss must fall
 SIZES = {"layers": 6, "hidden": 192, "intermediate": 512, "vocab": 2048}
-KINDS = ("packed weights", "other weights", "trained weights", "moments", "gradients")
+KINDS = ("packed weights", "other weights", "trained weights", "moments", "gradients", "in 16 bits")
 PEAK, LOSS, STARTS = "the peak of a step", "the loss in losses.jsonl", "the loss that backward() starts from"
 HINTS = {
     "the mean is over all labels of the step": lambda f: f["clause"] == STARTS,
@@ -59,10 +58,9 @@ def measure(path: str | Path) -> None:
     print(f"between two steps: {sum(held.values()):,} bytes: {_told(held)}; plan.json: {plan}")
 
 
-def watch(script: str, folder: str, notes: str, base: str, batch: int, steps_wanted: int) -> None:
+def watch(script: str, folder: str, notes: str, base: str, options: list[str]) -> None:
     """Run a script as `python script` would; a line per optimizer step, with the memory of the second and the third."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the CPU's allocator tells of each tensor
-    prepare_bitsandbytes()
     seen: dict[str, Any] = {"rows": [], "at_once": 0, "starts": 0.0}
     there: list[tuple[str, int, StorageWeakRef]] = []
     log: AllocatorLog | None = None
@@ -71,10 +69,10 @@ def watch(script: str, folder: str, notes: str, base: str, batch: int, steps_wan
 
     def forward(module: nn.Module, args: Any) -> None:
         if isinstance(module, nn.Embedding) and torch.is_grad_enabled():
-            if "expected" not in seen:  # adapters do nothing yet; packing has moved the loss
+            if not seen["rows"] and log is None:  # not while the memory is looked at
                 models = (thing for thing in gc.get_objects() if isinstance(thing, LlamaForCausalLM))
                 model = next(model for model in models if model.get_input_embeddings() is module)
-                seen["expected"] = mean_loss(model, torch.load(f"{base}/rows.pt"), batch)
+                seen["expected"] = mean_loss(model, torch.load(f"{base}/rows.pt"), steps, int(options[1]))
             if steps == 1 and not there:
                 there.extend(by_kind(stepped))
             elif steps == 2 and "held" not in seen:  # what has stayed for a whole step: no loss, no batch
@@ -98,10 +96,10 @@ def watch(script: str, folder: str, notes: str, base: str, batch: int, steps_wan
             log.__enter__()
         elif steps == 3:
             log.__exit__(None, None, None)
-            seen["peak"] = log.peaks(before)["peak"]
+            seen["peak"], log = log.peaks(before)["peak"], None
         with open(f"{notes}/rank0.jsonl", "a") as file:
-            file.write(json.dumps(seen) + "\n")
-        seen.update(rows=[], at_once=0, starts=0.0)
+            file.write(json.dumps(seen | {"lr": optimizer.param_groups[0]["lr"]}) + "\n")
+        seen.update(rows=[], at_once=0, starts=0.0, expected=None)
 
     def loads(cls: type, *args: Any, **kwargs: Any) -> Any:
         seen.setdefault("planned", Path(folder, "plan.json").exists())
@@ -111,7 +109,6 @@ def watch(script: str, folder: str, notes: str, base: str, batch: int, steps_wan
     torch.Tensor.backward = started
     register_module_forward_pre_hook(forward)
     register_optimizer_step_post_hook(step)
-    options = f"--batch-size {batch} --steps {steps_wanted}".split()
     scripts.run_as_main(script, "--model", base, "--data", f"{base}/rows.pt", "--folder", folder, *options)
 
 
@@ -128,7 +125,8 @@ def by_kind(optimizer: torch.optim.Optimizer) -> list[tuple[str, int, StorageWea
     storages = {}
     for tensor in live_tensors():
         storage = storage_of(tensor)
-        kind = kinds.get(storage._cdata, "packed weights" if tensor.dtype == torch.uint8 else "other weights")
+        kind = "packed weights" if tensor.dtype == torch.uint8 else "other weights"
+        kind = "in 16 bits" if tensor.dtype in (torch.bfloat16, torch.float16) else kinds.get(storage._cdata, kind)
         storages[storage._cdata] = (
             kind,
             0 if tensor.dtype == torch.int64 else storage.nbytes(),
@@ -148,10 +146,13 @@ def rows_of(seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(LENGTH) < begins[:, None], -100)}
 
 
-def mean_loss(model: nn.Module, rows: dict[str, torch.Tensor], batch: int = BATCH) -> float:
-    """Of the first rows."""
+def rows_of_step(rows: dict[str, torch.Tensor], step: int, batch: int) -> dict[str, torch.Tensor]:
+    return {name: tensor[step * batch : (step + 1) * batch] for name, tensor in rows.items()}
+
+
+def mean_loss(model: nn.Module, rows: dict[str, torch.Tensor], step: int = 0, batch: int = BATCH) -> float:
     with torch.no_grad():
-        return model(**{name: tensor[:batch] for name, tensor in rows.items()}).loss.item()
+        return model(**rows_of_step(rows, step, batch)).loss.item()
 
 
 @lab.exercise("A full fine-tune that does not fit", importance=5, difficulty=4, minutes=35)
@@ -161,57 +162,61 @@ def fits(path: Callable[[], Any]) -> str:
     from transformers import AutoModelForCausalLM
 
     script, seed = scripts.script_of(path()), fresh_seed()
-    prepare_bitsandbytes()
     with tempfile.TemporaryDirectory() as folder, named_seed(seed), no_progress_bars():
         rows, base, run = rows_of(seed), Path(folder, "base"), Path(folder, "run")
         steps = _train(script, base, run, rows, SIZES, BATCH, STEPS)
-        model = AutoModelForCausalLM.from_pretrained(base)
-        for count, line in enumerate(steps):
-            contract = Contract(HINTS, line | line.get("held", {}), f"step {count + 1}")
-            of_step = rows["input_ids"][count * BATCH : (count + 1) * BATCH].tolist()
-            told = f"it trains on {len(line['rows'])} rows; are they the step's {BATCH}, each once?"
-            contract.holds(sorted(line["rows"]) == sorted(of_step), told)
-            if count == 0:
+        for step, line in enumerate(steps):
+            contract = Contract(HINTS, line | line.get("held", {}), f"step {step + 1}")
+            if line["expected"] is not None:
                 contract.values(STARTS, line["starts"], line["expected"], rtol=1e-3)
-            if count == MEASURED:
+            if step == MEASURED:
                 contract.memory(PEAK, line["peak"], at_least=MIB, at_most=CARD)
-        contract = Contract(HINTS)
+        contract, held = Contract(HINTS), steps[MEASURED]["held"]
+        contract.holds(not held["gradients"], "when a step begins, the last one's gradients are still there")
+        contract.holds(not held["in 16 bits"], f"{nice_bytes(held['in 16 bits'])} are in 16 bits")
+        adams = held["moments"] > held["trained weights"] / 3  # two moments in 8 bits take half
+        contract.holds(adams, "the optimizer has no two moments: keep AdamW, or take its 8-bit kind")
         logged = scripts.logged_losses(str(run), saved_at=STEPS, steps=STEPS)
         contract.values(LOSS, logged, [line["starts"] for line in steps], rtol=1e-3)
         saved = "no adapter is in {folder}: save_pretrained() of PEFT's model writes it"
         contract.holds((run / "adapter_config.json").exists(), saved)
+        model = AutoModelForCausalLM.from_pretrained(base)
         learned = mean_loss(model, rows) - mean_loss(PeftModel.from_pretrained(model, run), rows)
         told = f"with your adapter the loss of the first step's rows falls by {learned:.2f}, not by {LEARNED}"
         contract.holds(learned >= LEARNED, told)
-        contract.holds(
-            not steps[MEASURED]["held"]["gradients"], "when a step begins, the last one's gradients are still there"
-        )
         contract.holds(steps[0]["planned"], "when the weights are loaded, there is no {folder}/plan.json yet")
-        off = _planned(run, steps[MEASURED]["held"], SIZES)
-        sizes = {
-            "layers": 5 + seed % 3,
-            "hidden": 128,
-            "intermediate": 320,
-            "vocab": 1024 + 256 * (seed % 2),
-            "kv_heads": 1,
-        }
-        steps_of_another = _train(script, Path(folder, "other"), Path(folder, "another"), rows, sizes, 4, MEASURED + 1)
-        off = max(off, _planned(Path(folder, "another"), steps_of_another[MEASURED]["held"], sizes))
+        off = _planned(run, held, SIZES)
+        sizes = {"layers": 5 + seed % 3, "hidden": 128, "intermediate": 512, "vocab": 512 + seed % 64, "kv_heads": 1}
+        run, rate = Path(folder, "another"), ["--lr", "0.001234"]
+        steps_of_another = _train(script, Path(folder, "other"), run, rows, sizes, 4, MEASURED + 1, *rate)
+        contract.holds(steps_of_another[0]["lr"] == 0.001234, "--lr does not arrive at the optimizer")
+        off = max(off, _planned(run, steps_of_another[MEASURED]["held"], sizes))
     peak = nice_bytes(steps[MEASURED]["peak"])
     return f"a step takes {peak} of {nice_bytes(CARD)}; the loss falls by {learned:.2f}; the plan is {off:.1%} off"
 
 
 def _train(
-    script: Path, base: Path, run: Path, rows: dict[str, torch.Tensor], sizes: dict[str, int], batch: int, steps: int
+    script: Path,
+    base: Path,
+    run: Path,
+    rows: dict[str, torch.Tensor],
+    sizes: dict[str, int],
+    batch: int,
+    steps: int,
+    *more: str,
 ) -> scripts.Lines:
-    """A line per step of the script, on a model of these sizes."""
+    """A line per step of the script, on a model of these sizes; NotYet where it does not take the steps' rows."""
     write_llama(base, **sizes, seed=1, scale=2.0)
     torch.save(rows, base / "rows.pt")
-    (seen,), failed = scripts.watched(watch, script, str(run), str(base), batch, steps, ranks=1)
+    options = ["--batch-size", str(batch), "--steps", str(steps), *more]
+    (seen,), failed = scripts.watched(watch, script, str(run), str(base), options, ranks=1)
     if failed:
         raise failed
     if len(seen) != steps:
         raise NotYet(f"the optimizer steps {len(seen)} times in {steps} steps")
+    for step, line in enumerate(seen):
+        if sorted(line["rows"]) != sorted(rows_of_step(rows, step, batch)["input_ids"].tolist()):
+            raise NotYet(f"step {step + 1} trains on {len(line['rows'])} rows; are they its {batch}, each once?")
     return seen
 
 

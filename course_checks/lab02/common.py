@@ -10,7 +10,9 @@ from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from course_checks.harness import Lab, NotYet, returned
 from course_lib.models import no_progress_bars
+from course_lib.on_cpu.bitsandbytes import prepare_bitsandbytes
 
+prepare_bitsandbytes()  # before PEFT imports it
 lab = Lab("02_single_gpu", title="Stretching one GPU")
 
 

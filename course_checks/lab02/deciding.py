@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from course_checks.harness import Contract, NotYet, number, returned
@@ -12,15 +13,19 @@ from course_lib.units import GIB
 
 LEAST = 0.05  # of what the run needs when it is taken: what saves less is left out
 # price -> technique -> what it changes of a run's settings
-TECHNIQUES: dict[str, dict[str, dict[str, Any]]] = {
-    "time": {
-        "micro-batches of one": {"micro_batch_size": 1},
-        "checkpointing": {"activation_checkpointing": "full"},
-        "fused loss": {"loss": "fused"},
-    },
-    "precision": {"8-bit Adam": {"optimizer": "adamw8bit"}},
-    "learning": {"LoRA": {"method": "lora"}},
-}
+TECHNIQUES: Mapping[str, Mapping[str, dict[str, Any]]] = MappingProxyType(
+    {
+        "time": MappingProxyType(
+            {
+                "micro-batches of one": {"micro_batch_size": 1},
+                "checkpointing": {"activation_checkpointing": "full"},
+                "fused loss": {"loss": "fused"},
+            }
+        ),
+        "precision": MappingProxyType({"8-bit Adam": {"optimizer": "adamw8bit"}}),
+        "learning": MappingProxyType({"LoRA": {"method": "lora"}}),
+    }
+)
 PRICES = {technique: price for price, techniques in TECHNIQUES.items() for technique in techniques}
 Plan = list[tuple[str, float]]
 
@@ -56,6 +61,8 @@ HIDDEN = (
     Run("qwen3-0.6b", 2, 8192, "l4"),
     Run("qwen3-4b", 1, 4096, "l4"),
     Run("llama-3.1-70b", 1, 2048, "a100-80gb"),
+    Run("qwen2.5-0.5b", 4, 4096, "l4"),
+    Run("qwen2.5-1.5b", 1, 4096, "l4"),
 )
 
 

@@ -35,7 +35,7 @@ def moments(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     def noise() -> torch.Tensor:
         return torch.randn(BLOCKS * BLOCK, generator=generator).clamp(-3.3, 3.3)
 
-    size = torch.exp(0.8 * noise()) * 1e-3
+    size = torch.exp(0.8 * noise()) * 1e-5
     return 0.25 * size * noise(), size**2 * 0.05 * (1 + 0.3 * noise()).clamp(min=0.2)
 
 
@@ -84,6 +84,8 @@ def _kept(quantize: Callable[..., Any], state: torch.Tensor, signed: bool) -> An
     """What is stored of a copy of the state, whose values are then gone: nothing can be peeked at later."""
     copy = state.clone()
     stored = quantize(copy, signed)
+    if not torch.equal(copy, state):
+        raise NotYet("quantize() changes the state that it is given")
     if stored is None or stored is ...:
         raise nothing("what you store")
     own = copy.untyped_storage()._cdata

@@ -8,6 +8,7 @@ another branch, which is right. GPUs are not affected.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import warnings
 from math import prod
@@ -28,6 +29,8 @@ def prepare_bitsandbytes() -> bool:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed, once PEFT imports it, logs what it looks for
     # PEFT uses transformers' old names; nobody on the page can act on that
     warnings.filterwarnings("ignore", "`(is_gradient_checkpointing|gradient_checkpointing_enable)` is", FutureWarning)
+    # on CPUs with AVX512-BF16 it would fetch a kernel from the hub, and logs that it cannot
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import bitsandbytes.functional as F
 
     block = 64

@@ -30,6 +30,8 @@ MUTANTS = [
     ("repaired", "get_peft_model(model, lora).train()", "get_peft_model(model, lora)", "evaluation mode"),
     ("repaired", "if \"lora_B\" in name]", "if \"lora_B.weight\" in name]", "groups hold"),
     ("repaired", "            schedule.step()\n", "", "moves the scheduler"),
+    ("repaired", "weight_decay=0.0", "weight_decay=0.01", "weight decay"),
+    ("repaired", "r=4, lora_alpha=32", "r=8, lora_alpha=32", "rank 4"),
     ("repaired", "16 * 0.002", "0.002", "the loss"),
     ("repaired", "class Repaired(broken.Program):\n", "class Repaired(broken.Program):\n        def schedule(self, optimizer):\n            return super().schedule(optimizer)\n\n", "healthy"),
     ("order", "if saving >= 0.05 * now:", "if saving > 0:", "is left out"),
@@ -85,6 +87,8 @@ from bitsandbytes import functional
 
 SCRIPT_MUTANTS = [
     ("labels=labels, num_items_in_batch=trained).loss", "labels=labels).loss / 8", "mean is over all labels"),
+    ("(batch[1][:, 1:] != -100)", "(batch[1] != -100)", "mean is over all labels"),
+    ("(batch[1][:, 1:] != -100)", "(rows['labels'][:batch_size, 1:] != -100)", "mean is over all labels"),
     (".split(2)", ".split(16)", "so many rows at once"),
     ("    net.train()  # it comes in evaluation mode, in which nothing is checkpointed\n", "", "evaluation mode"),
     ("quantization_config=four_bits, ", "", "not packed"),
