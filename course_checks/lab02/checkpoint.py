@@ -37,7 +37,7 @@ def plain(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return block(x)
 
 
-@lab.exercise("An activation checkpoint", importance=5, difficulty=4, minutes=25)
+@lab.exercise("A checkpoint that dropout cannot fool", importance=5, difficulty=4, minutes=25)
 def checkpointed(checkpoint: Callable[..., Any]) -> str:
     """Same output, gradients and random stream as without it; between forward and backward only the inputs stay."""
     evidence = ""
