@@ -43,11 +43,11 @@ ROOMS = {
     "course_tools/doctor": (718, 450),
     "course_tools": (151, 150),  # where to go on, and the notebook there
     "course_checks/harness": (1202, 700),  # clauses and hints; what labs share came from labs 4 to 6
-    "course_checks": (9823, 3850),  # labs 4 to 6 run on ranks
+    "course_checks": (9821, 3850),  # labs 4 to 6 run on ranks
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (2224, 1300),
     "tests": (
-        14668,
+        14695,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces
     "benchmarks": (
