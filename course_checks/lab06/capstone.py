@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -43,7 +44,7 @@ HINTS = {
     ),
     "is it the norm of all ranks' rows that clips?": lambda f: f[NORM] > 1.0001 * MAX_NORM,
     "get_state_dict() makes an empty step on a fresh optimizer, and Adam counts it": lambda f: f["counted"] > f["step"],
-    "FSDP takes the mean over the ranks already": lambda f: abs(f["ranks"] * f[NORM] / f["right norm"] - 1) < 1e-3,
+    "FSDP takes the mean over the ranks already": lambda f: abs(f["ranks"] * f[NORM] / f["unclipped"] - 1) < 1e-3,
     "zero_grad()? --max-norm? The same optimizer?": lambda f: f["clause"] == NORM,
     "is it the mean over the ranks?": lambda f: f["clause"] == LOSS,
 }
@@ -100,6 +101,12 @@ def watch(script: str, folder: str, notes: str, seed: int, dies_at: int) -> None
             store.set("rank 0 has written", "")
         return result
 
+    def clipped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        norm = clip(*args, **kwargs)
+        seen["unclipped"] = None if isinstance(norm, DTensor) else float(norm)  # one process's: what hints compare with
+        return norm
+
+    clip, nn.utils.clip_grad_norm_ = nn.utils.clip_grad_norm_, clipped
     write_data, FileSystemWriter.write_data = FileSystemWriter.write_data, save
     register_module_forward_pre_hook(forward)
     register_optimizer_step_post_hook(step)
@@ -204,7 +211,7 @@ def _right(seen: list[scripts.Lines], facts: dict[str, Any]) -> None:
             rows = f"the ranks' rows are not those of the step's batch, each once: does each take its own {BATCH // ranks}?"
             contract.holds(sorted(sum((each["rows"] for each in together), [])) == sorted(right["rows"]), rows)
             norm, right_norm = sum(each["squares"] for each in together) ** 0.5, right["squares"] ** 0.5
-            facts |= {"ranks": ranks, "right norm": right_norm}
+            facts |= {"ranks": ranks, "unclipped": right["unclipped"]}
             contract.values(NORM, norm, right_norm, rtol=1e-4)
 
 
