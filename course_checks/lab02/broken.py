@@ -109,8 +109,8 @@ def run(parts: Callable[[], Any], seed: int) -> dict[str, Any]:
     schedule, norms, rates = program.schedule(optimizer), [], []
     optimizer.register_step_pre_hook(lambda *_: norms.append(_norm(adapters.values())))
     optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
-    right = Program.optimizer(program, twin)
-    right.param_groups[1]["params"] = [p for name, p in twin.named_parameters() if "lora_B" in name]
+    halves = [[p for name, p in twin.named_parameters() if half in name] for half in ("lora_A", "lora_B")]
+    right = torch.optim.AdamW([{"params": half} for half in halves], weight_decay=0.0)
     seen: dict[str, Any] = {name: [] for name in ("losses", "alone", "right norms")}
     for step in range(STEPS):
         ids = learnable_tokens(ROWS, LENGTH, SIZES["vocab"], seed + step)
@@ -130,7 +130,7 @@ def run(parts: Callable[[], Any], seed: int) -> dict[str, Any]:
     seen |= {"rates": rates, "left": sum(p.grad is not None and bool(p.grad.any()) for p in adapters.values())}
     seen["decays"] = [group["weight_decay"] for group in optimizer.param_groups]
     groups = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
-    elements = [sum(p.numel() for name, p in adapters.items() if which in name) for which in ("lora_A", "lora_B")]
+    elements = [sum(p.numel() for p in half) for half in halves]
     seen |= {
         "kept": kept.highest,
         "needed": needed.highest,

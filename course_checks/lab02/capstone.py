@@ -19,13 +19,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import PreTrainedModel
 from transformers.models.llama import LlamaForCausalLM
 
-from course_checks.harness import Contract, NotYet, fresh_seed, live_bytes, named_seed, number, scripts
+from course_checks.harness import Contract, NotYet, fresh_seed, named_seed, number, scripts
 from course_checks.harness.tensors import live_tensors
 from course_checks.lab02.common import lab, write_llama
 from course_lib.models import no_progress_bars
 from course_lib.models.data import byte_tokens, english
 from course_lib.notebook.contents import ROOT
-from course_lib.observe.memory import AllocatorLog, optimizer_tensors, storage_of
+from course_lib.observe.memory import AllocatorLog, optimizer_tensors, storage_of, tensor_bytes
 from course_lib.units import MIB, nice_bytes
 
 FULL = ROOT / "labs" / "02_single_gpu" / "full.py"
@@ -91,8 +91,9 @@ def watch(script: str, folder: str, notes: str, base: str, options: list[str]) -
         nonlocal steps, before, stepped, log
         steps, stepped = steps + 1, optimizer
         if steps == 1:
-            before = live_bytes()
-            log = AllocatorLog(live_tensors())
+            older = live_tensors()
+            before, log = tensor_bytes(older), AllocatorLog(older)
+            del older  # or they would all stay
             log.__enter__()
         elif steps == 3:
             log.__exit__(None, None, None)
