@@ -16,6 +16,7 @@ from refusals import assert_refused
 from course_lib import notebook
 from course_lib.memory import CARDS, estimate, shape_of
 from course_lib.notebook import show, start_jupyterlab, table
+from course_lib.notebook.widgets.all_reduces import all_reduce_explorer
 from course_lib.notebook.widgets.buckets import bucket_explorer
 from course_lib.notebook.widgets.grid_explorer import axis_traffic, grid_explorer
 from course_lib.notebook.widgets.memory import answer, calculator, timeline_explorer
@@ -129,6 +130,18 @@ def test_a_larger_bucket_pays_fewer_latencies_and_one_gpu_sends_nothing():
         shown["GPUs"].value, shown["bucket, MiB"].value = gpus, mib
         seconds = float(re.search(r"([\d.]+) s a step", widget.children[1].value)[1])
         assert seconds == pytest.approx(expected, abs=0.006), (gpus, mib)
+
+
+def test_doubling_gives_way_to_the_ring_at_the_size_where_their_times_are_equal():
+    widget = all_reduce_explorer()
+    shown = controls(widget)
+    for ranks, link, first in (  # (2 (n - 1) - log2 n) α · bandwidth / (log2 n - 2 (n - 1) / n), up to a power of two
+        (64, "infiniband-ndr", "16.00 MiB"),  # 14.3 MB
+        (8, "infiniband-ndr", "8.00 MiB"),  # 4.2 MB
+        (8, "ethernet-10", "512.00 KiB"),  # 330 KB
+    ):
+        shown["ranks"].value, shown["link"].value = ranks, link
+        assert f"doubling from 1.00 KiB on, ring from {first} on" in widget.children[1].value, (ranks, link)
 
 
 def test_stages_divide_what_they_shard_and_offloading_moves_it():

@@ -139,22 +139,6 @@ def _finished(state: Sequence[Sequence[Any]]) -> str:
     return f"{whole} of {len(state) ** 2} chunks hold the whole sum"
 
 
-def ring_steps(ranks: int) -> Picture:
-    """The ring on one page: its start, both halves' ends and one step within each."""
-    chosen = sorted({0, 1, ranks - 1, ranks, 2 * (ranks - 1)})
-    rows = -(-len(chosen) // 3)
-    figure, axes = new_figure(9, 0.4 + 2.0 * rows, rows=rows, columns=3, grid="")
-    summary = []
-    for axis, step in zip(axes, chosen, strict=False):
-        state, _ = ring_state(ranks, step)
-        _grid(axis, state)
-        axis.set_title("start" if not step else f"after step {step}", fontsize=10)
-        summary.append(f"after step {step} {_finished(state)}")
-    for axis in axes[len(chosen) :]:
-        axis.set_visible(False)
-    return picture(figure, f"Ring all-reduce on {ranks} ranks: {'; '.join(summary)}.")
-
-
 def by_ranks(
     measured: Mapping[str, Mapping[int, float]],
     formulas: Mapping[str, Mapping[int, float]],

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.style import COLOURS, LINES, MARKERS, new_figure, picture
+from course_lib.figures.style import COLOURS, LINES, MARKERS, new_figure, picture, require
 from course_lib.units import nice_bytes
 
 if TYPE_CHECKING:
@@ -89,3 +89,26 @@ def _regions(axis: Any, half: float, low: float, high: float) -> None:
     for name, a, b in (("latency-bound", low, edge), ("bandwidth-bound", edge, high)):
         if b / a > (high / low) ** 0.25:  # room for the words
             axis.text((a * b) ** 0.5, 1.01, name, transform=axis.get_xaxis_transform(), ha="center", fontsize=8)
+
+
+def seconds_by_size(sizes: Sequence[int], seconds: Mapping[str, Sequence[float]], *, title: str) -> Picture:
+    """Logarithmic lines over the payload, one per way to do a collective.
+
+    Args:
+        sizes: payloads in bytes, ascending.
+        seconds: way -> seconds at each of the sizes.
+    """
+    require(seconds, "way")
+    figure, (axis,) = new_figure(height=3.4)
+    for i, (name, times) in enumerate(seconds.items()):
+        axis.plot(sizes, [1e3 * t for t in times], label=name, color=COLOURS[i], linestyle=LINES[i], linewidth=2)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    ticks = sizes[:: max(1, len(sizes) // 5)]
+    axis.set_xticks(ticks, [_short(tick) for tick in ticks])
+    axis.minorticks_off()
+    axis.set(xlabel="payload (bytes)", ylabel="time (ms)", title=title)
+    axis.legend(frameon=False)
+    fastest = [min(seconds, key=lambda name: seconds[name][i]) for i in range(len(sizes))]
+    runs = [(name, nice_bytes(sizes[i])) for i, name in enumerate(fastest) if not i or name != fastest[i - 1]]
+    return picture(figure, f"{title}. Fastest: {', '.join(f'{name} from {size} on' for name, size in runs)}.")
