@@ -20,13 +20,13 @@ def fit_holds() -> dict[str, bool]:
 
     By each size's median. A size's fastest round is one lucky call in many: among small sizes it varies twofold.
     """
-    from course_lib.collectives.measuring import bench_collective
+    from course_lib.collectives.measuring import bench_all_reduce
 
     ranks = max(2, min(RANKS, os.cpu_count() or 2))  # ranks that share a core measure the scheduler
-    curve = bench_collective("all_reduce", FIT_SIZES, ranks=ranks, repeats=FIT_ROUNDS, backend="gloo")
+    curve = bench_all_reduce(FIT_SIZES, ranks=ranks, repeats=FIT_ROUNDS)
     fitted_on = curve.sizes[::2]
     line = curve.fit(sizes=fitted_on)
-    print(f"all-reduce, {ranks} CPU ranks, gloo, {FIT_ROUNDS} rounds; fit on every other size: {line}")
+    print(f"all-reduce, {ranks} ranks, {curve.stamp['backend']}, {FIT_ROUNDS} rounds; fit on every other size: {line}")
     print(f"{'':>10}{'fastest':>10}{'median':>10}{'slowest':>10}{'predicted':>11}   milliseconds; median to predicted")
     errors = {}
     for point in curve:

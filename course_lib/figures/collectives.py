@@ -98,7 +98,7 @@ def _grid(axis: Axes, state: Sequence[Sequence[Any]]) -> None:
 
 def ring_state(ranks: int, step: int) -> tuple[list[list[Any]], list[tuple[int, int, int]]]:
     """The ring all-reduce after `step` of its 2(n-1) steps: every rank's chunks, and the (sender, chunk, receiver) of the
-    step just done. It follows `course_lib.collectives.by_hand.ring`, where rank r ends the first half with chunk r.
+    step just done. It follows lesson 3's `ring`, where rank r ends the first half with chunk r.
     """
     last = 2 * (ranks - 1)
     if ranks < 2 or not 0 <= step <= last:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from course_lib.collectives.links import bus_factor
 from course_lib.figures.style import COLOURS, LINES, MARKERS, new_figure, picture, require
 from course_lib.units import nice_bytes
 
 if TYPE_CHECKING:
-    from course_lib.collectives.links import Fit
-    from course_lib.collectives.measuring import Curve
+    from course_lib.collectives.measuring import Curve, Fit
     from course_lib.figures.style import Picture
 
 
@@ -21,18 +21,18 @@ def bandwidth_curve(curve: Curve, fit: Fit, *, held_out: Sequence[int] = ()) -> 
     The region where latency is more than half of the time is hatched.
 
     Args:
-        curve: of ``bench_collective``.
+        curve: of ``bench_all_reduce``.
         fit: of the curve, or of a part of it.
         held_out: payloads in bytes that the fit did not see; hollow markers.
     """
     points: list[Any] = list(curve)
     if len(points) < 2:
-        raise ValueError("A curve needs at least two sizes to be drawn: give bench_collective more.")
-    title = f"{curve.kind}, {curve.ranks} ranks, {curve.stamp.get('backend', '')}".rstrip(", ")
+        raise ValueError("A curve needs at least two sizes to be drawn: give bench_all_reduce more.")
+    title = f"all-reduce, {curve.ranks} ranks, {curve.stamp.get('backend', '')}".rstrip(", ")
     low, high = points[0].bytes / 1.6, points[-1].bytes * 1.6
     steps = [low * (high / low) ** (i / 99) for i in range(100)]
     figure, (left, right) = new_figure(8.2, 3.5, columns=2)
-    factor = points[0].busbw / points[0].algbw
+    factor = bus_factor("all_reduce", curve.ranks)
     left.plot(steps, [fit.predict(s) * 1e3 for s in steps], color=COLOURS[3], linestyle=LINES[1], label="fit")
     right.plot(steps, [factor * s / fit.predict(s) / 1e9 for s in steps], color=COLOURS[3], linestyle=LINES[1])
     for seen, name in ((True, "measured"), (False, "measured, not fitted")):
@@ -45,7 +45,7 @@ def bandwidth_curve(curve: Curve, fit: Fit, *, held_out: Sequence[int] = ()) -> 
         below = [(p.seconds - p.fastest) * 1e3 for p in chosen]
         above = [(p.slowest - p.seconds) * 1e3 for p in chosen]
         left.errorbar(sizes, [p.seconds * 1e3 for p in chosen], yerr=[below, above], label=name, **how)
-        bus = [[p.busbw * p.seconds / t / 1e9 for t in (p.slowest, p.seconds, p.fastest)] for p in chosen]
+        bus = [[factor * p.bytes / t / 1e9 for t in (p.slowest, p.seconds, p.fastest)] for p in chosen]
         spread = [[b[1] - b[0] for b in bus], [b[2] - b[1] for b in bus]]
         right.errorbar(sizes, [b[1] for b in bus], yerr=spread, **how)
     for axis in (left, right):
@@ -70,7 +70,7 @@ def bandwidth_curve(curve: Curve, fit: Fit, *, held_out: Sequence[int] = ()) -> 
     return picture(
         figure,
         f"{title}: {first.seconds * 1e3:.2f} ms at {nice_bytes(first.bytes)}, {last.seconds * 1e3:.2f} ms at "
-        f"{nice_bytes(last.bytes)}, where the bus bandwidth is {last.busbw / 1e9:.2f} GB/s; the fit is "
+        f"{nice_bytes(last.bytes)}, where the bus bandwidth is {factor * last.bytes / last.seconds / 1e9:.2f} GB/s; the fit is "
         f"{fit.alpha * 1e3:.3f} ms plus payload over {fit.bandwidth / 1e9:.2f} GB/s, latency-bound below "
         f"{nice_bytes(fit.half_size)}.",
     )

@@ -29,7 +29,7 @@ class Message(NamedTuple):
     """Collectives, or sends, that are alike.
 
     Attributes:
-        collective: a collective of ``course_lib.collectives.links.ring.ROUNDS``, or "send" to one other rank.
+        collective: a collective of ``course_lib.collectives.links.ROUNDS``, or "send" to one other rank.
         count: how many of them follow each other.
         num_bytes: the payload of one, as ``course_lib.collectives.links.ring_seconds`` takes it: of an all-reduce the array, of an
             all-gather what every rank has after it, of a reduce-scatter what every rank has before it.
