@@ -110,7 +110,7 @@ def test_the_figure_marks_both_regions_and_what_was_not_fitted(monkeypatch):
     curve = Curve(4, points, {"backend": "gloo"})
     drawn, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **kw: (drawn.append(figure), save(figure, *a, **kw)))
-    figures.bandwidth_curve(curve, curve.fit(), held_out=curve.sizes[1::2])
+    figures.fitted_curve(curve, curve.fit(), held_out=curve.sizes[1::2])
     for axis in drawn[-1].axes:
         (hatched,) = [patch for patch in axis.patches if patch.get_hatch()]
         assert hatched.get_x() + hatched.get_width() == pytest.approx(1e6, rel=0.01)

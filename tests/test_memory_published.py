@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 from refusals import assert_refused
 
-from course_lib.collectives.links import bus_factor
 from course_lib.memory import PRESETS, Shape, estimate, states
 from course_lib.memory.compute import flops_per_token
 from course_lib.memory.quantized import NF4_BLOCK, nf4_bytes
@@ -141,23 +139,6 @@ def qlora_footprint(row, given) -> None:
     assert low <= printed + 0.5 and printed - 0.5 <= high, f"{low:.2f} to {high:.2f} GB"
 
 
-@kind("busbw_factor")
-def busbw_factor(row, given) -> None:
-    assert re.fullmatch(r"[\d()n+*/-]+", row["expected"])
-    formula = re.sub(r"(\d)(\()", r"\1*\2", row["expected"])
-    words = {"AlltoAll": "all_to_all", "AllReduce in-network": "all_reduce_in_network"}
-    collective = words.get(given["collective"], re.sub(r"(?<=[a-z])(?=[A-Z])", "_", given["collective"]).lower())
-    for n in (1, 2, 3, 8, 1024):
-        exact = eval(formula, {"__builtins__": {}}, {"n": Fraction(n)})
-        assert bus_factor(collective, n) == pytest.approx(float(exact), rel=1e-15, abs=0)
-
-
-@kind("busbw")
-def busbw(row, given) -> None:
-    if "algbw" in given:  # the others are a share of their link
-        close(given["algbw"] * bus_factor("all_reduce", given["gpus"]), row, relative=0.005)
-
-
 @kind("formula")
 def fsdp_peak(row, given) -> None:
     assert row["expected"] == "sum(psi_i)/F + max(psi_i)"
@@ -199,6 +180,5 @@ def test_what_has_no_meaning_is_refused() -> None:
             (lambda: flops_per_token(LLAMA, 8, recompute="ful"), ValueError, "'full'"),
             (lambda: states.state_bytes(10, stage=4), ValueError, "stage=4"),
             (lambda: states.fsdp_peak_parameters([], 2), ValueError, "units"),
-            (lambda: bus_factor("allreduce", 2), ValueError, "'all_reduce'"),
         ]
     )

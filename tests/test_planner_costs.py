@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from course_lib.collectives.links import Cluster, Link, ring_seconds
+from course_lib.collectives.links import LINKS, Cluster, Link, ring_seconds
 from course_lib.memory import card, shape_of
 from course_lib.memory.compute import multiplied_weights
 from course_lib.memory.estimate import in_flight
@@ -73,11 +73,11 @@ def test_a_group_that_crosses_nodes_goes_over_the_network_and_one_that_does_not_
     assert [network.inside(*group) for group in ((1, 8), (4, 2), (4, 4), (1, 16))] == [True, True, False, False]
     wire = network.wire("all_reduce", 4, 4)  # a data-parallel group of 4 beside TP 4: two ranks in each node
     inner = Link("in", 3.4e-6, 300e9 * CONSTANTS.inner)
-    outer = Link("out", 9.6e-6, 25e9 * CONSTANTS.outer)
+    outer = Link("out", LINKS["infiniband-hdr"].latency, 25e9 * CONSTANTS.outer)
     assert wire.seconds(1, 1e9) == pytest.approx(Cluster(2, 2, inner, outer, 2).seconds("all_reduce", 1e9))
     shared = Network(machines(EIGHT, outer_links=1), CONSTANTS).wire("all_reduce", 4, 4)
     assert shared.seconds(1, 1e9) > 3 * wire.seconds(1, 1e9), "one network card for eight GPUs"
-    assert network.wire("send", 8, 2).seconds(1, 1e9) == pytest.approx(9.6e-6 + 1e9 / 25e9 / CONSTANTS.outer)
+    assert network.wire("send", 8, 2).seconds(1, 1e9) == pytest.approx(outer.latency + 1e9 / 25e9 / CONSTANTS.outer)
 
 
 def test_the_limit_moves_with_the_links() -> None:

@@ -46,9 +46,9 @@ class Link:
 
 # No data sheet prints what a message costs. For GPUs and for network cards that write into a GPU's memory these are the
 # seconds a hop that NCCL itself reckons with, for ring and its protocol for large messages.
-_NCCL = "latency: NVIDIA/nccl, src/graph/tuning.cc, hwLat, Ring/Simple, commit 01afd20"
+_NCCL = "latency: NVIDIA/nccl, src/graph/tuning.cc, hwLat, Ring/Simple, commit 5067397"
 _ASSUMED = "latency: assumed, the order of TCP through an operating system; no data sheet has it, so measure yours"
-_NVLINK, _PCI, _NET, _TCP = 3.4e-6, 5.7e-6, 9.6e-6, 30e-6
+_NVLINK, _PCI, _NET, _TCP = 3.4e-6, 5.7e-6, 14.0e-6, 30e-6
 
 
 def _pcie(generation: int, transfers: float) -> Link:
@@ -122,16 +122,6 @@ def ring_seconds(collective: str, ranks: int, num_bytes: float, over: str | Link
         raise ValueError(f"num_bytes={num_bytes!r}: give the payload in bytes, 0 or more.")
     messages = ROUNDS[collective] * (ranks - 1)
     return messages * (wire.latency + num_bytes / ranks / wire.bandwidth)
-
-
-def bus_factor(collective: str, ranks: int) -> float:
-    """What makes payload / seconds comparable with one direction of the link, by the payload's share that crosses it."""
-    if collective == "all_reduce_in_network":  # the switch adds up: NVLink SHARP, InfiniBand SHARP
-        return (ranks - 1) / (ranks + 1)
-    if collective in ("broadcast", "reduce"):
-        return 1.0
-    pick("collective", collective, ("all_reduce", "reduce_scatter", "all_gather", "all_to_all"))
-    return (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Every picture of the course, in one look. Each function takes numbers and returns a picture with its text."""
 
-from course_lib.figures.links import bandwidth_curve
+from course_lib.figures.links import fitted_curve
 from course_lib.figures.memory import (
     against_cards,
     allocated_and_reserved,
@@ -14,8 +14,8 @@ from course_lib.units import nice_bytes
 __all__ = [
     "against_cards",
     "allocated_and_reserved",
-    "bandwidth_curve",
     "bars",
+    "fitted_curve",
     "losses",
     "nice_bytes",
     "segments",

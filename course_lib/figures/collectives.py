@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.style import COLOURS, GROUP_COLOURS, HATCHES, LINES, MARKERS, box, new_figure, picture, require
+from course_lib.figures.style import COLOURS, GROUP_COLOURS, LINES, MARKERS, box, new_figure, picture, require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -121,12 +121,10 @@ def ring_step(ranks: int, step: int) -> Picture:
     figure, (axis,) = new_figure(height=0.9 + 0.62 * ranks, grid="")
     _grid(axis, state)
     for sender, chunk, receiver in sent:
-        down = receiver > sender
-        x = chunk + (0.46 if down else 0.8)  # the way back to rank 0 passes beside the labels
-        look = {"arrowstyle": "-|>", "color": "black", "linewidth": 1.6}
-        look["connectionstyle"] = f"arc3,rad={0.25 if down else 0}"
-        start, end = ranks - 1 - sender + (0.0 if down else 0.8), ranks - 1 - receiver + (0.8 if down else 0.0)
-        axis.annotate("", xy=(x, end), xytext=(x, start), arrowprops=look)
+        start, end = ranks - 1 - sender + 0.4, ranks - 1 - receiver + 0.4
+        look = {"arrowstyle": "-|>", "color": "black", "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0}
+        axis.annotate("", xy=(chunk + 0.78, end), xytext=(chunk + 0.78, start), arrowprops=look)  # beside the labels
+        axis.plot(chunk + 0.78, start, ".", color="black")
     half = "reduce-scatter: add and pass on" if step < ranks else "all-gather: copy and pass on"
     title = f"step {step} of {2 * (ranks - 1)}: {half if step else 'before the first step'}"
     axis.set_title(title, fontsize=11)
@@ -165,14 +163,15 @@ def by_ranks(
 
 
 def seconds_by_link(seconds: Mapping[str, float], *, title: str) -> Picture:
-    """Horizontal bars on a logarithmic axis, one per link."""
+    """Dots on a logarithmic axis, one per link."""
     require(seconds, "link")
     figure, (axis,) = new_figure(height=1.2 + 0.3 * len(seconds), grid="x")
     names = list(seconds)[::-1]
     values = [1e3 * seconds[name] for name in names]
-    axis.barh(range(len(names)), values, 0.62, color=COLOURS[4], edgecolor="white", hatch=HATCHES[0])
+    axis.hlines(range(len(names)), min(values) / 2, values, color="#CCCCCC", linewidth=1, zorder=0)
+    axis.plot(values, range(len(names)), MARKERS[0], color=COLOURS[0], markersize=8)
     for place, value in enumerate(values):
-        axis.text(value * 1.08, place, f"{value:,.3g} ms", va="center", fontsize=9)
+        axis.text(value * 1.25, place, f"{value:,.3g} ms", va="center", fontsize=9)
     axis.set_yticks(range(len(names)), names)
     axis.set(xlabel="milliseconds (logarithmic)", title=title, xscale="log", xlim=(min(values) / 2, max(values) * 6))
     return picture(figure, f"{title}: " + "; ".join(f"{name} {1e3 * seconds[name]:.3g} ms" for name in seconds) + ".")

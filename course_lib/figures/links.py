@@ -1,4 +1,4 @@
-"""Measured collectives by size: the points, their scatter, and the line of alpha and beta through them."""
+"""Collectives by size: measured, with the line of alpha and beta through them, and by arithmetic."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.collectives.links import bus_factor
 from course_lib.figures.style import COLOURS, LINES, MARKERS, new_figure, picture, require
 from course_lib.units import nice_bytes
 
@@ -15,8 +14,8 @@ if TYPE_CHECKING:
     from course_lib.figures.style import Picture
 
 
-def bandwidth_curve(curve: Curve, fit: Fit, *, held_out: Sequence[int] = ()) -> Picture:
-    """Left: seconds by payload, with the range over the repeats. Right: bus bandwidth. Both with the fitted curve.
+def fitted_curve(curve: Curve, fit: Fit, *, held_out: Sequence[int] = ()) -> Picture:
+    """Seconds by payload, with the range over the repeats, and the fitted line.
 
     The region where latency is more than half of the time is hatched.
 
@@ -31,54 +30,40 @@ def bandwidth_curve(curve: Curve, fit: Fit, *, held_out: Sequence[int] = ()) -> 
     title = f"all-reduce, {curve.ranks} ranks, {curve.stamp.get('backend', '')}".rstrip(", ")
     low, high = points[0].bytes / 1.6, points[-1].bytes * 1.6
     steps = [low * (high / low) ** (i / 99) for i in range(100)]
-    figure, (left, right) = new_figure(8.2, 3.5, columns=2)
-    factor = bus_factor("all_reduce", curve.ranks)
-    left.plot(steps, [fit.predict(s) * 1e3 for s in steps], color=COLOURS[3], linestyle=LINES[1], label="fit")
-    right.plot(steps, [factor * s / fit.predict(s) / 1e9 for s in steps], color=COLOURS[3], linestyle=LINES[1])
-    for seen, name in ((True, "measured"), (False, "measured, not fitted")):
+    figure, (axis,) = new_figure(height=3.6)
+    axis.plot(steps, [fit.predict(s) * 1e3 for s in steps], color=COLOURS[3], linestyle=LINES[1], label="fit")
+    for seen, name in ((True, "measured: median, fastest to slowest"), (False, "the same, left out of the fit")):
         chosen = [p for p in points if (p.bytes not in held_out) is seen]
         if not chosen:
             continue
         how = {"fmt": MARKERS[0 if seen else 1], "color": COLOURS[0], "markersize": 5, "capsize": 2, "linewidth": 1}
         how["markerfacecolor"] = COLOURS[0] if seen else "white"
-        sizes = [p.bytes for p in chosen]
         below = [(p.seconds - p.fastest) * 1e3 for p in chosen]
         above = [(p.slowest - p.seconds) * 1e3 for p in chosen]
-        left.errorbar(sizes, [p.seconds * 1e3 for p in chosen], yerr=[below, above], label=name, **how)
-        bus = [[factor * p.bytes / t / 1e9 for t in (p.slowest, p.seconds, p.fastest)] for p in chosen]
-        spread = [[b[1] - b[0] for b in bus], [b[2] - b[1] for b in bus]]
-        right.errorbar(sizes, [b[1] for b in bus], yerr=spread, **how)
-    for axis in (left, right):
-        axis.set_xscale("log", base=2)
-        axis.set(xlabel="payload (bytes)", xlim=(low, high))
-        first_power, last_power = math.ceil(math.log2(low)), math.floor(math.log2(high))
-        every = max(1, math.ceil((last_power - first_power) / 4))  # four or five labels fit beside each other
-        ticks = [2.0**power for power in range(first_power, last_power + 1, every)]
-        axis.set_xticks(ticks, [_short(tick) for tick in ticks])
-        axis.minorticks_off()
-        _regions(axis, fit.half_size, low, high)
-    left.set(ylabel="time (ms)")
-    if points[-1].seconds > 10 * points[0].seconds:
-        left.set_yscale("log")
-        left.minorticks_off()
-    else:
-        left.set_ylim(0, None)
-    right.set(ylabel="bus bandwidth (GB/s)", ylim=(0, None))
-    left.legend(frameon=False, loc="upper left", fontsize=8)
-    figure.suptitle(title)
+        axis.errorbar(
+            [p.bytes for p in chosen], [p.seconds * 1e3 for p in chosen], yerr=[below, above], label=name, **how
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set(xlabel="payload (bytes)", ylabel="time (ms)", xlim=(low, high))
+    axis.set_title(title, pad=18)
+    _ticks(axis, [2**power for power in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)])
+    _regions(axis, fit.half_size, low, high)
+    axis.legend(frameon=False, loc="upper left", fontsize=8)
     first, last = points[0], points[-1]
     return picture(
         figure,
         f"{title}: {first.seconds * 1e3:.2f} ms at {nice_bytes(first.bytes)}, {last.seconds * 1e3:.2f} ms at "
-        f"{nice_bytes(last.bytes)}, where the bus bandwidth is {factor * last.bytes / last.seconds / 1e9:.2f} GB/s; the fit is "
-        f"{fit.alpha * 1e3:.3f} ms plus payload over {fit.bandwidth / 1e9:.2f} GB/s, latency-bound below "
-        f"{nice_bytes(fit.half_size)}.",
+        f"{nice_bytes(last.bytes)}; the fit is {fit.alpha * 1e3:.3f} ms plus payload over {fit.bandwidth / 1e9:.2f} "
+        f"GB/s, latency-bound below {nice_bytes(fit.half_size)}.",
     )
 
 
-def _short(value: float) -> str:
-    """``65536`` -> ``"64 KiB"``: sizes on an axis are powers of two."""
-    return nice_bytes(value).replace(".00", "").replace("bytes", "B")
+def _ticks(axis: Any, sizes: Sequence[int]) -> None:
+    """Label four or five of the sizes, as powers of two: ``64 KiB``, not ``65536``."""
+    ticks = sizes[:: max(1, math.ceil(len(sizes) / 5))]
+    axis.set_xticks(ticks, [nice_bytes(tick).replace(".00", "").replace("bytes", "B") for tick in ticks])
+    axis.minorticks_off()
 
 
 def _regions(axis: Any, half: float, low: float, high: float) -> None:
@@ -104,9 +89,7 @@ def seconds_by_size(sizes: Sequence[int], seconds: Mapping[str, Sequence[float]]
         axis.plot(sizes, [1e3 * t for t in times], label=name, color=COLOURS[i], linestyle=LINES[i], linewidth=2)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    ticks = sizes[:: max(1, len(sizes) // 5)]
-    axis.set_xticks(ticks, [_short(tick) for tick in ticks])
-    axis.minorticks_off()
+    _ticks(axis, sizes)
     axis.set(xlabel="payload (bytes)", ylabel="time (ms)", title=title)
     axis.legend(frameon=False)
     fastest = [min(seconds, key=lambda name: seconds[name][i]) for i in range(len(sizes))]

@@ -17,12 +17,12 @@ NETWORKS = ("nvlink4", "pcie5", "infiniband-ndr", "ethernet-100", "ethernet-10")
 
 
 def all_reduce_explorer() -> ipywidgets.VBox:
-    """Through one rank, round a ring, and by recursive doubling, each by its latencies and bytes on rated links."""
+    """Through one rank and back by a tree, round a ring, and by recursive doubling: latencies and bytes on rated links."""
 
     def draw(ranks: int, link: str) -> str:
         wire = LINKS[link]
         times = {
-            "through one rank": [2 * (ranks - 1) * (wire.latency + size / wire.bandwidth) for size in SIZES],
+            "through one rank": [(ranks - 1 + log2(ranks)) * (wire.latency + size / wire.bandwidth) for size in SIZES],
             "ring": [ring_seconds("all_reduce", ranks, size, wire) for size in SIZES],
             "doubling": [log2(ranks) * (wire.latency + size / wire.bandwidth) for size in SIZES],
         }

@@ -12,13 +12,19 @@ if TYPE_CHECKING:
 
 
 def ring_stepper(ranks: int = 4) -> ipywidgets.VBox:
-    """A slider from the start to the last of the 2(n-1) steps, and the chunks as they are then."""
+    """A slider from before the first to the last of the 2(n-1) steps, and the chunks as they are then."""
     import ipywidgets as w
 
     if not 2 <= ranks <= 8:
         raise ValueError(f"ranks={ranks}: choose from 2 to 8, so that the chunks fit on the page.")
-    slider = w.IntSlider(value=0, min=0, max=2 * (ranks - 1), description="step", continuous_update=True)
-    play = w.Play(value=0, min=0, max=2 * (ranks - 1), interval=1500, description="play")
+    slider = w.IntSlider(
+        value=1,  # the first moment with arrows, also where nothing can slide
+        min=0,
+        max=2 * (ranks - 1),
+        description="step",
+        continuous_update=True,
+    )
+    play = w.Play(value=1, min=0, max=2 * (ranks - 1), interval=1500, description="play")
     w.jslink((play, "value"), (slider, "value"))
     shown = w.HTML()
 
