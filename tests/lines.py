@@ -22,17 +22,17 @@ ROOMS = {
         2117,
         1150,
     ),  # a step's units, memory snapshots, an all-to-all's formula, a rank's pages and copies on the host
-    "course_lib/collectives": (713, 650),
+    "course_lib/collectives": (391, 391),
     "course_lib/memory": (2896, 2300),  # DeepSpeed's bf16 master copies; each moment of FSDP2's step
     "course_lib/parallel": (668, 550),  # when a bucket travels, by arithmetic
     "course_lib/models": (759, 400),  # the Llama of any widths and the batches of answers came from training
     "course_lib/training": (3865, 1200),
     "course_lib/checkpoints": (461, 400),
     "course_lib/notebook": (
-        1611,
+        1654,
         600,
-    ),  # every cell says that it runs, the map is a page of cards, buckets and stages have sliders, and a recorded step a player
-    "course_lib/figures": (1793, 950),  # a figure becomes a compact SVG; gigabytes
+    ),  # every cell says that it runs, the map is a page of cards, buckets, stages and all-reduces have sliders, and a recorded step a player
+    "course_lib/figures": (1782, 950),  # a figure becomes a compact SVG; gigabytes
     "course_lib/on_cpu": (151, 500),  # NF4 came from training, and keeps bitsandbytes quiet
     "course_lib": (600, 300),  # a lesson's opening picture in Colab
     "course_tools/planning": (3688, 2500),  # a ZeRO plan's script brings its JSON
@@ -47,7 +47,7 @@ ROOMS = {
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (2224, 1300),
     "tests": (
-        14695,
+        14595,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces
     "benchmarks": (

@@ -132,16 +132,17 @@ def test_a_larger_bucket_pays_fewer_latencies_and_one_gpu_sends_nothing():
         assert seconds == pytest.approx(expected, abs=0.006), (gpus, mib)
 
 
-def test_doubling_gives_way_to_the_ring_at_the_size_where_their_times_are_equal():
+def test_doubling_gives_way_at_the_size_where_the_times_are_equal():
     widget = all_reduce_explorer()
     shown = controls(widget)
-    for ranks, link, first in (  # (2 (n - 1) - log2 n) α · bandwidth / (log2 n - 2 (n - 1) / n), up to a power of two
-        (64, "infiniband-ndr", "32.00 MiB"),  # 20.8 MB
-        (8, "infiniband-ndr", "8.00 MiB"),  # 6.2 MB
-        (8, "ethernet-10", "512.00 KiB"),  # 330 KB
+    for ranks, link, first in (  # log2 n α · bandwidth / (log2 n - 2 (n - 1) / n), up to a power of two
+        (64, "infiniband-ndr", "1.00 MiB"),  # 1.04 MB
+        (8, "infiniband-ndr", "2.00 MiB"),  # 1.68 MB
+        (8, "ethernet-10", "128.00 KiB"),  # 90 KB
     ):
         shown["ranks"].value, shown["link"].value = ranks, link
-        assert f"doubling from 1.00 KiB on, ring from {first} on" in widget.children[1].value, (ranks, link)
+        told = f"doubling from 1.00 KiB on, halving and doubling from {first} on."
+        assert told in widget.children[1].value, (ranks, link)
 
 
 def test_stages_divide_what_they_shard_and_offloading_moves_it():

@@ -12,6 +12,7 @@ import numpy as np
 
 from course_lib.launch import launch, rank_device
 from course_lib.stamp import stamp
+from course_lib.units import nice_bytes
 from course_lib.validation import check_counts, pick, positive
 
 _ITEM = 4  # bytes of an fp32 number
@@ -155,8 +156,8 @@ class Fit:
     def __str__(self) -> str:
         off = [abs(residual) for residual in self.residuals]
         return (
-            f"{self.alpha * 1e6:,.0f} us + bytes / ({self.bandwidth / 1e9:.2f} GB/s); half of that speed at "
-            f"{self.half_size:,.0f} bytes; residuals: typical {statistics.median(off):.0%}, largest {max(off):.0%}"
+            f"{self.alpha * 1e6:,.0f} us + bytes / ({self.bandwidth / 1e9:.2f} GB/s); as much latency as transfer "
+            f"at {nice_bytes(self.half_size)}; residuals: typical {statistics.median(off):.0%}, largest {max(off):.0%}"
         )
 
 

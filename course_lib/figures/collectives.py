@@ -125,7 +125,7 @@ def ring_step(ranks: int, step: int) -> Picture:
         look = {"arrowstyle": "-|>", "color": "black", "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0}
         axis.annotate("", xy=(chunk + 0.78, end), xytext=(chunk + 0.78, start), arrowprops=look)  # beside the labels
         axis.plot(chunk + 0.78, start, ".", color="black")
-    half = "reduce-scatter: add and pass on" if step < ranks else "all-gather: copy and pass on"
+    half = "reduce-scatter, add and pass on" if step < ranks else "all-gather, copy and pass on"
     title = f"step {step} of {2 * (ranks - 1)}: {half if step else 'before the first step'}"
     axis.set_title(title, fontsize=11)
     moves = ", ".join(f"rank {s} sent chunk {c} to rank {r}" for s, c, r in sent) or "nothing was sent yet"

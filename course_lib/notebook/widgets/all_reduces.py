@@ -17,7 +17,7 @@ NETWORKS = ("nvlink4", "pcie5", "infiniband-ndr", "ethernet-100", "ethernet-10")
 
 
 def all_reduce_explorer() -> ipywidgets.VBox:
-    """Through one rank and back by a tree, round a ring, and by recursive doubling: latencies and bytes on rated links."""
+    """Through one rank and back by a tree, round a ring, by doubling, and by halving and doubling, on rated links."""
 
     def draw(ranks: int, link: str) -> str:
         wire = LINKS[link]
@@ -25,6 +25,9 @@ def all_reduce_explorer() -> ipywidgets.VBox:
             "through one rank": [(ranks - 1 + log2(ranks)) * (wire.latency + size / wire.bandwidth) for size in SIZES],
             "ring": [ring_seconds("all_reduce", ranks, size, wire) for size in SIZES],
             "doubling": [log2(ranks) * (wire.latency + size / wire.bandwidth) for size in SIZES],
+            "halving and doubling": [
+                2 * (log2(ranks) * wire.latency + (ranks - 1) / ranks * size / wire.bandwidth) for size in SIZES
+            ],
         }
         return seconds_by_size(SIZES, times, title=f"All-reduce on {ranks} ranks over {wire.name}").html
 
