@@ -22,14 +22,14 @@ ROOMS = {
         2117,
         1150,
     ),  # a step's units, memory snapshots, an all-to-all's formula, a rank's pages and copies on the host
-    "course_lib/collectives": (391, 391),
+    "course_lib/collectives": (392, 392),
     "course_lib/memory": (2896, 2300),  # DeepSpeed's bf16 master copies; each moment of FSDP2's step
     "course_lib/parallel": (668, 550),  # when a bucket travels, by arithmetic
     "course_lib/models": (759, 400),  # the Llama of any widths and the batches of answers came from training
     "course_lib/training": (3865, 1200),
     "course_lib/checkpoints": (461, 400),
     "course_lib/notebook": (
-        1654,
+        1657,
         600,
     ),  # every cell says that it runs, the map is a page of cards, buckets, stages and all-reduces have sliders, and a recorded step a player
     "course_lib/figures": (1782, 950),  # a figure becomes a compact SVG; gigabytes
@@ -47,7 +47,7 @@ ROOMS = {
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (2224, 1300),
     "tests": (
-        14595,
+        14596,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces
     "benchmarks": (
