@@ -20,7 +20,7 @@ from course_checks.harness.contract import Contract, gives, slip_hints
 from course_checks.harness.guard import refused, snapshot, time_limit, unchanged, without_limit
 from course_checks.harness.mistakes import explains, named_mistake
 from course_checks.harness.parts import healthy_untouched, put_together
-from course_checks.harness.ranks import TIMEOUT, phases, run_ranks
+from course_checks.harness.ranks import TIMEOUT, on_link, phases, run_ranks
 
 __all__ = [
     "ATOL",
@@ -47,6 +47,7 @@ __all__ = [
     "named_seed",
     "nothing",
     "number",
+    "on_link",
     "phases",
     "plain",
     "put_together",

@@ -52,3 +52,8 @@ def phases(run: Run, rank: int) -> list[list[Collective]]:
             else:
                 cut[-1].append(collective)
     return cut
+
+
+def on_link(collective: Collective) -> float:
+    """Bytes that a rank sends for it: `wire_bytes`, and all of what has no ring's formula, a broadcast for instance."""
+    return 0.0 if collective.kind in ("recv", "barrier") else collective.wire_bytes or collective.bytes

@@ -1,85 +1,141 @@
-"""Hangs, provoked on real ranks, and what each rank was doing: the lines that a report of ``launch`` has, rank by rank."""
+"""Lab 3, exercise 4: five programs that hang. They stand in the notebook; here is what each gets, and what it owes.
+
+`in_turn` plays NCCL's rule on CPU ranks: what a rank starts outside a batch may run to its end before the next begins. It
+is a simulation: gloo, which carries the messages, has no such rule.
+"""
 
 from __future__ import annotations
 
-import functools
-import linecache
-import re
-from collections.abc import Callable
-from pathlib import Path
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from course_checks.harness import Contract, NotYet, fresh_seed, named_seed, run_ranks
+from course_checks.lab03.common import lab, values
 from course_lib.launch import RankFailed, RanksHung, launch
 
-RANKS = 3
-CULPRITS = {"order": 2, "branch": 0, "left": 1, "shapes": 1}
-_PROGRAMS = {"order": "another_order", "branch": "own_branch", "left": "left_early", "shapes": "other_shape"}
-_SHOWS = {  # what the culprit's line begins with when the ranks had the time to get into their hang
-    "order": "waits in broadcast",
-    "branch": "is in",
-    "left": "has returned",
-    "shapes": "waits in recv",
+NAMES = ("shift", "logged", "loaded", "trained", "guarded")
+TIMEOUT = 6.0  # seconds; each program takes a few hundredths of one
+PATIENCE = 1.5  # seconds until `show` calls it a hang
+HINTS = {
+    "what is started outside a batch may run one after the other with NCCL: batch_isend_irecv": lambda f: (
+        f["clause"] == "hang" and f["in turn"]
+    ),
+    "the rank that is not where the others wait is the one to read": lambda f: f["clause"] == "hang",
+    "a rank without a batch must still take part, with nothing to add": lambda f: f["name"] == "trained",
+    "all ranks must come to the same decision, so they have to talk before it": lambda f: f["name"] == "guarded",
+    "only rank 0 needs it, and all must help to make it": lambda f: f["name"] == "logged",
 }
-_PATIENCE = (0.7, 2.0, 5.0)  # seconds until a hang is one; more on a machine too busy to get there
-_NAME = "train.py"
 
 
-@functools.cache
-def provoked() -> dict[str, list[str]]:
-    """Cause -> one line for each rank, like ``waits in all_reduce (train.py, line 16: `dist.all_reduce(gradient)`)``.
-
-    Takes a few seconds once a session: each program is run until it hangs.
-    """
-    programs = _programs()
-    return {cause: _provoke(cause, programs[name]) for cause, name in _PROGRAMS.items()}
-
-
-def show() -> None:
-    """Print the four hangs, one line a rank."""
-    for number, lines in enumerate(provoked().values(), 1):
-        print(f"hang {number}")
-        for rank, line in enumerate(lines):
-            print(f"  stacks[{rank}] = {line!r}")
+def inputs(name: str, seed: int, rank: int, ranks: int) -> tuple[Any, ...]:
+    """What a rank's call gets; the same for each call with this seed."""
+    if name == "trained":
+        counts = [3 + (seed + r) % 3 for r in range(ranks)]  # neighbours differ
+        return ([values(5, seed + i, rank) for i in range(counts[rank])],)
+    if name == "guarded":
+        bad = seed % 2 == 0 and rank == seed % ranks
+        return torch.tensor(float("nan") if bad else 1.25 + rank), values(64, seed, rank)
+    if name == "loaded":
+        return values(64, seed, rank), torch.tensor([3.0 + rank])
+    return (values(64 if name == "shift" else 1, seed, rank),)
 
 
-def _programs() -> dict[str, Callable[[], None]]:
-    """The programs as if the learner had written them: a report leaves the course's own lines out."""
-    source = Path(__file__).with_name("broken_programs.py").read_text(encoding="utf-8")
-    linecache.cache[_NAME] = (len(source), None, source.splitlines(keepends=True), _NAME)
-    namespace: dict[str, Any] = {"__name__": "train"}
-    exec(compile(source, _NAME, "exec"), namespace)
-    return namespace
+def owed(name: str, seed: int, rank: int, ranks: int) -> Any:
+    """What the program should return on this rank."""
+    given = [inputs(name, seed, r, ranks) for r in range(ranks)]
+    if name == "shift":
+        return given[rank - 1][0]
+    if name == "logged":
+        return sum(loss for (loss,) in given) / ranks if rank == 0 else None
+    if name == "loaded":
+        return {"weights": given[0][0], "rows": sum(rows for _, rows in given)}
+    if name == "trained":
+        steps = max(len(batches) for (batches,) in given)
+        return torch.stack([sum(b[i].sum() for (b,) in given if i < len(b)) for i in range(steps)])
+    if not all(loss.isfinite() for loss, _ in given):
+        return None
+    return sum(gradient for _, gradient in given) / ranks
 
 
-def _provoke(cause: str, program: Callable[[], None]) -> list[str]:
-    lines: list[str] = []
-    for patience in _PATIENCE:
+@contextmanager
+def in_turn() -> Iterator[None]:
+    """Outside a batch, let each isend and irecv run to its end before it returns."""
+    batching: list[bool] = []
+    batch = distributed_c10d.batch_isend_irecv
+
+    def alone(start: Callable[..., Any]) -> Callable[..., Any]:
+        def started(*args: Any, **kwargs: Any) -> Any:
+            work = start(*args, **kwargs)
+            if not batching and work is not None:
+                work.wait()
+            return work
+
+        return started
+
+    def together(operations: list[Any]) -> list[Any]:
+        batching.append(True)
         try:
-            launch(program, ranks=RANKS, timeout=patience, backend="gloo", threads=1, quiet=True)
+            return batch(operations)
+        finally:
+            batching.clear()
+
+    changed = {"isend": alone(dist.isend), "irecv": alone(dist.irecv), "batch_isend_irecv": together}
+    with patch.multiple(dist, **changed), patch.multiple(distributed_c10d, **changed):
+        yield
+
+
+def on_a_rank(programs: type, name: str, seed: int, nccl: bool = False) -> Any:
+    with in_turn() if nccl else nullcontext():
+        result = getattr(programs(), name)(*inputs(name, seed, dist.get_rank(), dist.get_world_size()))
+    dist.barrier()  # a rank that goes on while others wait has not finished
+    return result
+
+
+def show(programs: type) -> None:
+    """Run each of the five on three ranks until it hangs, and print what `launch` reports."""
+    for name in NAMES:
+        try:
+            launch(on_a_rank, programs, name, 4, ranks=3, timeout=PATIENCE, backend="gloo", threads=1, quiet=True)
+            print(f"{name}: no hang this time\n")
         except (RanksHung, RankFailed) as error:
-            lines = by_rank(str(error), RANKS)
-        if lines and lines[CULPRITS[cause]].startswith(_SHOWS[cause]) and sum(map(_waits, lines)) >= RANKS - 1:
-            return lines
-    raise RuntimeError(f"the program {cause!r} did not hang as it should on this machine: {lines}")
+            print(f"{name}: {error}\n")
 
 
-def _waits(line: str) -> bool:
-    return line.startswith("waits in")
+@lab.exercise("Five programs that hang", importance=5, difficulty=3, minutes=25)
+def repaired(parts: Callable[[], Any]) -> str:
+    """Each returns what it owes on 2, 3 and 4 ranks; `shift` also where messages outside a batch run one by one."""
+    programs, seed = parts(), fresh_seed()
+    if not inspect.isclass(programs) or any(not callable(getattr(programs, name, None)) for name in NAMES):
+        raise NotYet(f"return the class itself, a subclass of Programs with {', '.join(NAMES)}")
+    with named_seed(seed):
+        for name in NAMES:
+            for ranks, extra, nccl in ((3, 0, False), (4, 1, False), (2, 2, False), (3, 3, True)):
+                if not nccl or name == "shift":
+                    _right(programs, name, seed + extra, ranks, nccl)
+    return "five programs on 2, 3 and 4 ranks; shift also where messages outside a batch run one after the other"
 
 
-def by_rank(report: str, ranks: int) -> list[str]:
-    """One line for each rank of the report of RanksHung, or of RankFailed where peers were left alone."""
-    lines = [""] * ranks
-    report = re.split(r"\n\n|\nRanks called ", report)[0]  # what they printed, and sizes that differ, come after it
-    for part in re.finditer(
-        r"(?:^|\. |;\s)ranks? ([\d, -]+) (.+?)(?=;\s(?:rank|$)|\. Every rank|\.?$)", report, re.DOTALL
-    ):
-        says = part[2].removeprefix("never got there: ").replace("the function has returned", "has returned")
-        says = re.sub(r"^(?:the function had|they have|has) (?:already )?returned", "has returned", says)
-        says = re.sub(r"^wait(?:s|ed)? in", "waits in", says)
-        says = re.sub(r"^(?:it is|they are|are|is) in ", "is in ", says)
-        for piece in part[1].split(","):
-            first, _, last = piece.strip().partition("-")
-            for rank in range(int(first), int(last or first) + 1):
-                lines[rank] = says
-    return lines
+def _right(programs: type, name: str, seed: int, ranks: int, nccl: bool) -> None:
+    contract = Contract(HINTS, {"name": name, "in turn": nccl}, f"{name} on {ranks} ranks")
+    try:
+        run = run_ranks(on_a_rank, programs, name, seed, nccl, ranks=ranks, timeout=TIMEOUT)
+    except RanksHung as error:
+        raise contract.broken(str(error), "hang") from None
+    for rank, result in enumerate(run.results):
+        expected = owed(name, seed, rank, ranks)
+        what = f"what rank {rank} returns"
+        if expected is None:
+            contract.holds(result is None, f"{what} should be None, and is {str(result)[:60]}")
+            continue
+        if name == "trained" and isinstance(result, (list, tuple)):
+            result = torch.stack([torch.as_tensor(total).sum() for total in result])
+        if name == "loaded" and isinstance(result, (list, tuple)):
+            result = dict(zip(expected, result, strict=False))
+        contract.values(what, result, expected, rtol=1e-6)

@@ -1,117 +1,117 @@
-"""Lab 3, exercise 1: the ring all-reduce."""
+"""Lab 3, exercise 1: a ring of any order, over pieces of any sizes; each half of it gives something new."""
 
 from __future__ import annotations
 
-import math
+import random
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from course_checks.harness import NotYet, close, fresh_seed, in_bytes, named_seed
-from course_checks.lab03 import on_ranks
-from course_checks.lab03.common import lab, named, only_messages, run, scaled, sent
+from course_checks.harness import Contract, LiveTensors, fresh_seed, in_bytes, named_seed, run_ranks
+from course_checks.lab03.common import ITEM, Seen, by_messages, exact, lab, values, watched
 
-ITEM = 4  # bytes of a float32
-EVEN = 2400  # divides by 2, 3 and 4
-SHAPES = [
-    ((EVEN,), torch.float32),
-    ((EVEN + 1,), torch.float32),
-    ((5, 7), torch.float64),
-    ((2,), torch.float32),
-]
+SCATTER, GATHER, MEMORY = "what reduce_scatter returns", "what all_gather returns", "reduce_scatter beside its input"
+SLACK = 4096  # bytes of small tensors
+HINTS = {
+    "the next rank is the next one in `order`, not rank + 1": lambda f: f["peers"] == {(f["rank"] + 1) % f["ranks"]},
+    "that is the rank before you in `order`": lambda f: f["peers"] == {f["before"]},
+    "pass on what you have just added up, and nothing else": lambda f: f["clause"] == "sent" and f["more"],
+    "that is the size of another rank's piece: which one must arrive last, and so where does it set out?": lambda f: (
+        f["clause"] == SCATTER and f[SCATTER].numel() in f["sizes"] and f[SCATTER].numel() != f["sizes"][f["rank"]]
+    ),
+    "your own numbers are not in it, or twice": lambda f: f["clause"] == SCATTER and f["own"],
+    "each piece lies where the sizes before it put it, not in the order of the ring": lambda f: (
+        f["clause"] == GATHER and f["shuffled"]
+    ),
+    "a copy of the whole input? You need the piece that goes out, the one that comes in, and their sum": lambda f: (
+        f["clause"] == MEMORY
+    ),
+}
 
 
-@lab.exercise("Your own ring all-reduce", importance=5, difficulty=4, minutes=35)
-def ring_all_reduce(all_reduce: Callable[..., Any]) -> str:
-    """The sum on every rank, by messages to the neighbours, one chunk each, 2(n-1) of them."""
-    evidence = ""
+def cases(seed: int) -> list[tuple[list[int], list[int]]]:
+    """(order, sizes): pieces that tell each other apart, small ones with an empty one among them, fewer ranks."""
+    draw, made = random.Random(seed), []
+    for ranks, least, most in ((4, 8000, 12000), (4, 1, 9), (3, 500, 900), (2, 500, 900), (1, 500, 900)):
+        order, sizes = draw.sample(range(ranks), ranks), draw.sample(range(least, most), ranks)
+        while ranks > 2 and (order[1] - order[0]) % ranks == (order[2] - order[1]) % ranks == 1:
+            draw.shuffle(order)  # not the order of their numbers
+        if most < 10:
+            sizes[draw.randrange(ranks)] = 0
+        made.append((order, sizes))
+    return made
+
+
+def on_a_rank(ring: Callable[..., Any], given: list[tuple[list[int], list[int]]], seed: int) -> list[Any]:
+    rank, seen = dist.get_rank(), []
+    for number, (order, sizes) in enumerate(given):
+        made = ring(list(order))
+        x, piece = values(sum(sizes), seed + number, rank), values(sizes[rank], seed - number, rank)
+        before = x.clone(), piece.clone()
+        with LiveTensors(every=True) as live:
+            scattered = watched(lambda made=made, x=x, sizes=sizes: made.reduce_scatter(x, list(sizes)), number)
+        gathered = watched(lambda made=made, p=piece, sizes=sizes: made.all_gather(p, list(sizes)), number + 1)
+        kept = torch.equal(x, before[0]) and torch.equal(piece, before[1])
+        seen.append((scattered, gathered, live.highest, kept))
+    return seen
+
+
+@lab.exercise("A ring in the order of the wires", importance=5, difficulty=4, minutes=30)
+def ring(your_ring: Callable[..., Any]) -> str:
+    """Sums of the own piece and all pieces, each by n - 1 messages to the next rank in the order."""
     seed = fresh_seed()
+    given = cases(seed)
+    said = ""
     with named_seed(seed):
         for ranks in (4, 3, 2, 1):
-            told = run(on_ranks.all_reduce, all_reduce, SHAPES, seed, ranks=ranks)
-            for case, (shape, _) in enumerate(SHAPES):
-                outcomes = [by_rank[case] for by_rank in told]
-                elements = math.prod(shape)
-                only_messages(outcomes, "it")
-                _right_sum(outcomes, elements, ranks)
-                if elements >= EVEN and ranks > 1:
-                    seen = _is_a_ring(outcomes, elements, ranks)
-                    evidence = evidence or seen
-    return f"the exact sum on 1, 2, 3 and 4 ranks, whatever divides; {evidence}"
+            mine = [(number, case) for number, case in enumerate(given) if len(case[0]) == ranks]
+            run = run_ranks(on_a_rank, your_ring, [case for _, case in mine], seed, ranks=ranks)
+            for rank, results in enumerate(run.results):
+                for number, (case, result) in enumerate(zip(mine, results, strict=True)):
+                    said = _right(case[1], result, rank, seed, number) or said
+    return said
 
 
-def _right_sum(outcomes: list[dict[str, Any]], elements: int, ranks: int) -> None:
-    gots, expecteds = [o["got"] for o in outcomes], [o["expected"] for o in outcomes]
-    right = [rank for rank in range(ranks) if torch.equal(gots[rank], expecteds[rank])]
-    if len(right) == ranks:
-        return
-    wrong = [rank for rank in range(ranks) if rank not in right]
-    first = outcomes[wrong[0]]
-    if first["value"] is not None and torch.equal(first["value"].reshape_as(first["expected"]), first["expected"]):
-        raise NotYet("the function returns the sum, and the tensor itself is not the sum: all-reduce works in place")
-    if all(torch.equal(outcomes[r]["got"], outcomes[r]["before"]) for r in wrong) and not right:
-        raise NotYet(f"on {ranks} ranks the tensor is as before on every rank: nothing was added, or not in place")
-    scaled(gots, expecteds, ranks)
-    if right:
-        raise NotYet(
-            f"on {ranks} ranks {named(right)} {'has' if len(right) == 1 else 'have'} the sum and {named(wrong)} not: "
-            "an all-reduce ends with the sum on every rank"
-        )
-    shares = [float((got == expected).double().mean()) for got, expected in zip(gots, expecteds, strict=True)]
-    if elements >= EVEN and all(0.9 / ranks < share < 1.1 / ranks for share in shares):
-        if all(bool((got >= expected).all()) for got, expected in zip(gots, expecteds, strict=True)):
-            raise NotYet(f"on {ranks} ranks the second round adds again: a chunk that is finished is copied, not added")
-        raise NotYet(
-            f"on {ranks} ranks each rank ends with one chunk of the sum: that was the reduce-scatter, the first half. "
-            "Now the finished chunks go round the ring"
-        )
-    what = f"rank {wrong[0]} of {ranks}, {elements} elements,"
-    if elements % ranks:
-        what = f"right where {ranks} divides; with {elements} elements on {ranks} ranks the chunks differ in size, and"
-    close(first["got"], first["expected"], rtol=0, what=what)
-
-
-def _is_a_ring(outcomes: list[dict[str, Any]], elements: int, ranks: int) -> str:
-    whole, chunk = elements * ITEM, math.ceil(elements / ranks) * ITEM
-    for rank, outcome in enumerate(outcomes):
-        messages = sent(outcome["messages"])
-        total = sum(message.bytes for message in messages)
-        strangers = {m.peer for m in messages} - {(rank - 1) % ranks, (rank + 1) % ranks}
-        largest = max((message.bytes for message in messages), default=0)
-        if largest >= whole:
-            raise NotYet(
-                f"rank {rank} of {ranks} sends the whole tensor in one message, {in_bytes(largest)}, and {in_bytes(total)} "
-                f"in all: a ring passes chunks of one {ranks}th, and sends {in_bytes(2 * (ranks - 1) * chunk)}"
-            )
-        if strangers:
-            raise NotYet(
-                f"rank {rank} of {ranks} sends to rank {min(strangers)}, which is not its neighbour: in a ring a rank talks "
-                f"to ranks {(rank - 1) % ranks} and {(rank + 1) % ranks} only"
-            )
-        if largest > chunk:
-            raise NotYet(
-                f"rank {rank} of {ranks} sends {in_bytes(largest)} in one step, and one {ranks}th of the tensor are "
-                f"{in_bytes(chunk)}: cut it into {ranks} chunks of nearly equal size"
-            )
-        if total > 2 * (ranks - 1) * chunk:
-            raise NotYet(
-                f"rank {rank} of {ranks} sends {in_bytes(total)}, and 2(n-1)/n of the tensor are "
-                f"{in_bytes(2 * (ranks - 1) * chunk)}: n-1 steps to add, n-1 to pass on, no more"
-            )
-        if total < 2 * (ranks - 1) * (elements // ranks) * ITEM:
-            raise NotYet(
-                f"rank {rank} of {ranks} sends {in_bytes(total)}, and a ring's 2(n-1) chunks are at least "
-                f"{in_bytes(2 * (ranks - 1) * (elements // ranks) * ITEM)}: they must travel as messages of "
-                "the process group"
-            )
-        if len(messages) > 2 * (ranks - 1):
-            raise NotYet(
-                f"rank {rank} of {ranks} sends {len(messages)} messages where a ring has 2(n-1) = {2 * (ranks - 1)} steps: "
-                "each message pays the latency"
-            )
-    first = sent(outcomes[0]["messages"])
+def _right(case: tuple[list[int], list[int]], seen: Any, rank: int, seed: int, number: int) -> str:
+    (order, sizes), (scattered, gathered, highest, kept) = case, seen
+    ranks, place = len(order), order.index(rank)
+    after, before = order[(place + 1) % ranks], order[place - 1]
+    inputs = [values(sum(sizes), seed + number, r) for r in range(ranks)]
+    pieces = [values(size, seed - number, r) for r, size in enumerate(sizes)]
+    summed = [x.split(sizes)[rank] for x in inputs]
+    facts = {"rank": rank, "ranks": ranks, "sizes": sizes, "before": before}
+    contract = Contract(HINTS, facts, f"rank {rank} of {ranks}, order {order}, sizes {sizes}")
+    for name, call, left_out in (("reduce_scatter", scattered, rank), ("all_gather", gathered, after)):
+        by_messages(contract, call)
+        contract.facts["peers"] = {c.peer for c in call.sends}
+        astray = contract.facts["peers"] - {after}
+        contract.holds(not astray, f"{name} sends to rank {min(astray, default=0)}; next in the order is rank {after}")
+        _carries(contract, name, call, sum(sizes) - sizes[left_out], ranks)
+    contract.facts["own"] = _like(scattered.result, sum(summed) - summed[rank], sum(summed) + summed[rank])
+    exact(contract, SCATTER, scattered.result, sum(summed))
+    contract.facts["shuffled"] = _like(gathered.result, torch.cat([pieces[r] for r in order]))
+    exact(contract, GATHER, gathered.result, torch.cat(pieces))
+    contract.holds(kept, "the input has changed: backward may still want it")
+    if max(sizes) < 1000 or ranks < 4:
+        return ""
+    contract.memory(MEMORY, highest, at_most=3 * ITEM * max(sizes) + SLACK)
+    sent = sum(c.bytes for c in scattered.sends)
     return (
-        f"{in_bytes(sum(m.bytes for m in first))} of a tensor of {in_bytes(whole)} left each of {ranks} ranks, in "
-        f"{len(first)} messages of at most {in_bytes(max(m.bytes for m in first))}, to neighbours only"
+        f"exact sums on 4, 3, 2 and 1 ranks, an empty piece among them; in the order {order} rank {rank} sent "
+        f"{in_bytes(sent)} of {in_bytes(ITEM * sum(sizes))}, and held {in_bytes(highest)} beside its input"
     )
+
+
+def _carries(contract: Contract, name: str, call: Seen, numbers: int, ranks: int) -> None:
+    sent, messages = sum(c.bytes for c in call.sends), len(call.sends)
+    contract.facts["more"] = sent > ITEM * numbers
+    told = (
+        f"{name} sends {in_bytes(sent)} in {messages} messages, and should send {in_bytes(ITEM * numbers)} in at most "
+    )
+    contract.holds(sent == ITEM * numbers and messages <= ranks - 1, f"{told}{ranks - 1}", "sent")
+
+
+def _like(yours: Any, *others: torch.Tensor) -> bool:
+    return any(isinstance(yours, torch.Tensor) and torch.equal(yours, other) for other in others)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from course_checks.harness import Contract, NotYet, fresh_seed, named_seed, number, phases, run_ranks
-from course_checks.lab04.common import IGNORED, SLACK, Batch, Tagger, flat, lab, micro_batch, on_link
+from course_checks.harness import Contract, NotYet, fresh_seed, named_seed, number, on_link, phases, run_ranks
+from course_checks.lab04.common import IGNORED, SLACK, Batch, Tagger, flat, lab, micro_batch
 
 STEPS, LR, GRADIENT, SENT = 2, 0.3, "the gradient at the optimizer's step", "what rank 0 sends in a step"
 # For each rank, its micro-batches as (rows, length, labels that count). All ranks have equally many labels.

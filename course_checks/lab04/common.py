@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from course_checks.harness import Lab
-from course_lib.observe import Collective
 
 lab = Lab("04_ddp_accelerate", title="DDP with Accelerate")
 VOCAB, WIDTH, IGNORED = 47, 31, -100  # gradients that do not divide by 3 or 4 ranks
@@ -41,8 +40,3 @@ def micro_batch(rows: int, length: int, counted: int, generator: torch.Generator
     tokens, labels = (torch.randint(VOCAB, (rows, length), generator=generator) for _ in range(2))
     labels.view(-1)[torch.randperm(rows * length, generator=generator)[counted:]] = IGNORED
     return tokens, labels
-
-
-def on_link(collective: Collective) -> float:
-    """Bytes that a rank sends for it: `wire_bytes`, and all of what has no ring's formula, a broadcast for instance."""
-    return 0.0 if collective.kind in ("recv", "barrier") else collective.wire_bytes or collective.bytes

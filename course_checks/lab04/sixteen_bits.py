@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from course_checks.harness import Contract, NotYet, fresh_seed, named_seed, phases, run_ranks
-from course_checks.lab04.common import Tagger, flat, lab, micro_batch, on_link
+from course_checks.harness import Contract, NotYet, fresh_seed, named_seed, on_link, phases, run_ranks
+from course_checks.lab04.common import Tagger, flat, lab, micro_batch
 
 STEPS, BUCKET, LR = 4, 3000, 0.3
 ROUNDING = 2.0**-8 * 1.02  # half of bf16's last place, relative

@@ -1,379 +1,205 @@
-"""Answers to lab 3. RIGHT: name of the exercise -> an answer unlike the shipped one. WRONG: (exercise, answer, words)."""
+"""Lab 3. MUTANTS: (exercise, what the solution says, what is planted, a word of the verdict). RIGHT: written another way."""
 
-import math
-import re
+MUTANTS = [
+    ("ring", "self.order[(at + 1) % n]", "(dist.get_rank() + 1) % n", ""),
+    ("ring", "summed = pieces[self.order[at - 1]].clone()", "x = x.clone()\n        pieces = x.split(sizes)\n        summed = pieces[self.order[at - 1]]", "copy of the whole"),
+    ("ring", "summed = pieces[self.order[at - 1]].clone()", "summed = pieces[dist.get_rank()].clone()", ""),
+    ("ring", ".add_(mine)", "", "own numbers"),
+    ("ring", ".add_(mine)", ".half().add_(mine).float()", ""),
+    ("ring", ".clone()\n        for step in range(n - 1):\n            mine = pieces", ".clone()\n        for step in range(n):\n            mine = pieces", "should send"),
+    ("ring", "return whole\n", "return torch.cat([pieces[r] for r in self.order])\n", "order of the ring"),
+    ("ring", "at, pieces = self.order.index(dist.get_rank()), whole.split(sizes)", "at, pieces = self.order.index(dist.get_rank()), whole.tensor_split(n)", ""),
+    ("ring", "        for work in dist.batch_isend_irecv(both) if both else []:\n            work.wait()\n        return coming", "        dist.batch_isend_irecv(both) if both else []\n        return coming", ""),
+    ("all_reduce", "if doubling <= halving:", "if False:", "fewer messages"),
+    ("all_reduce", "if doubling <= halving:", "if True:", "fewer bytes"),
+    ("all_reduce", "if doubling <= halving:", "if x.nbytes < 2**20:", ""),
+    ("all_reduce", "2 * log2(n) * latency +", "log2(n) * latency +", ""),
+    ("all_reduce", "2 * (n - 1) / n * x.nbytes / bandwidth", "x.nbytes / bandwidth", ""),
+    ("all_reduce", "        swap(partner, kept, given)\n", "        pass\n", "tensor afterwards"),
+    ("all_reduce", "in reversed(steps)", "in steps", "tensor afterwards"),
+    ("all_reduce", "if rank & away else", "if rank & 1 else", ""),
+    ("all_reduce", "        kept += received\n", "        kept += received.half()\n", "tensor afterwards"),
+    ("all_reduce", "            x += other\n", "            x = x + other\n", "tensor afterwards"),
+    ("hierarchical", "    dist.all_reduce(piece, group=across)\n", "", "your host alone"),
+    ("hierarchical", "    dist.reduce_scatter_tensor(piece, padded, group=inside)\n    dist.all_reduce(piece, group=across)\n    dist.all_gather_into_tensor(padded, piece, group=inside)\n", "    dist.all_reduce(padded)\n", "which part"),
+    ("hierarchical", "    dist.reduce_scatter_tensor(piece, padded, group=inside)\n    dist.all_reduce(piece, group=across)\n    dist.all_gather_into_tensor(padded, piece, group=inside)\n", "    dist.all_reduce(padded, group=inside)\n    dist.all_reduce(padded, group=across)\n", "which part"),
+    ("hierarchical", "    dist.reduce_scatter_tensor(piece, padded, group=inside)\n", "    dist.all_reduce(padded, group=inside)\n    piece = padded.view(inside.size(), -1)[inside.rank()].clone()\n", "Half of the first"),
+    ("hierarchical", "    x.copy_(padded[: len(x)])\n", "    return padded[: len(x)]\n", "the function's result"),
+    ("hierarchical", "share = -(-len(x) // inside.size())", "share = len(x) // inside.size()", ""),
+    ("hierarchical", "share = -(-len(x) // inside.size())", "share = -(-len(x) // inside.size()) + 4096", "padding"),
+    ("hierarchical", "dist.all_reduce(piece, group=across)", "dist.all_reduce(piece, group=across, op=dist.ReduceOp.AVG)", ""),
+    ("repaired", "dist.batch_isend_irecv([sending, receiving])", "[dist.irecv(received, (me - 1) % n), dist.isend(x, (me + 1) % n)]", "batch_isend_irecv"),
+    ("repaired", "(me + 1) % n)\n            receiving", "(me - 1) % n)\n            receiving", ""),
+    ("repaired", "            dist.reduce(loss, dst=0)\n            return loss / dist.get_world_size() if dist.get_rank() == 0 else None", "            return loss if dist.get_rank() == 0 else None", "help to make it"),
+    ("repaired", "            dist.broadcast(weights, src=0)\n            dist.all_reduce(rows)", "            dist.all_reduce(rows)", "weights"),
+    ("repaired", "op=dist.ReduceOp.MAX", "op=dist.ReduceOp.MIN", "nothing to add"),
+    ("repaired", "range(int(steps))", "range(len(batches))", "hang"),
+    ("repaired", "            fine = loss.isfinite().float()\n            dist.all_reduce(fine, op=dist.ReduceOp.MIN)\n", "            fine = loss.isfinite().float()\n", ""),
+    ("repaired", "            if not fine:\n                return None\n", "", ""),
+    ("repaired", "return gradient / dist.get_world_size()", "return gradient", ""),
+    ("repaired", "return Repaired", "return Programs", ""),
+    ("first_change", "job.nvlink * 1e9 / 2", "job.nvlink * 1e9", "both directions"),
+    ("first_change", "job.network * 1e9 / 8", "job.network * 1e9", "Gbit/s"),
+    ("first_change", " * job.cards / job.gpus  # a GPU's share", "", "share its cards"),
+    ("first_change", "job.parameters * job.gradient_bytes", "job.parameters", "bytes per gradient"),
+    ("first_change", "2 * (inside + between)", "(inside + between)", "all-gather"),
+    ("first_change", "(latency + num_bytes / n / bandwidth)", "(num_bytes / n / bandwidth)", "latency"),
+    ("first_change", "job.price + more", "job.price", "has its price"),
+    ("first_change", "min(costs, key=costs.get)", "min(list(costs)[1:], key=costs.get)", "and with another"),
+    ("first_change", "min(costs, key=costs.get)", "max(costs, key=costs.get)", "and with another"),
+    ("all_to_all", "pieces[me] if other == me else", "", ""),
+    ("all_to_all", "sizes[other][me]", "sizes[me][other]", ""),
+    ("all_to_all", "range(1, n)", "range(n)", ""),
+    ("all_to_all", "    for work in dist.batch_isend_irecv(messages) if messages else []:\n        work.wait()\n", "    dist.batch_isend_irecv(messages) if messages else []\n", ""),
+]  # fmt: skip
 
-import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
+_RING = """
+class Ring:
+    def __init__(self, order):
+        at = order.index(dist.get_rank())
+        self.walk = order[at:] + order[:at]
 
+    def message(self, out, numbers):
+        box, works = torch.zeros(numbers), []
+        if numbers:
+            works.append(dist.irecv(box, self.walk[-1]))
+        if len(out):
+            works.append(dist.isend(out, self.walk[1]))
+        for work in works:
+            work.wait()
+        return box
 
-def _here():
-    return dist.get_rank(), dist.get_world_size()
+    def reduce_scatter(self, x, sizes):
+        starts = [sum(sizes[:r]) for r in range(len(sizes))]
+        cut = lambda r: x[starts[r] : starts[r] + sizes[r]]
+        if len(sizes) == 1:
+            return x.clone()
+        out = cut(self.walk[-1]).contiguous()
+        for r in self.walk[-2::-1]:
+            out = self.message(out, sizes[r]) + cut(r)
+        return out
 
+    def all_gather(self, piece, sizes):
+        have = {self.walk[0]: piece}
+        out = piece
+        for r in self.walk[:0:-1]:
+            out = have[r] = self.message(out, sizes[r])
+        return torch.cat([have[r] for r in sorted(have)])
+"""
+_RECURSIVE = """
+def all_reduce(x, latency, bandwidth):
+    me, n = dist.get_rank(), dist.get_world_size()
+    steps = n.bit_length() - 1
 
-def _swap(out, to, into, source):
-    """Send and receive at once."""
-    works = [dist.irecv(into, source), dist.isend(out, to)]
-    for work in works:
-        work.wait()
+    def exchange(out, partner):
+        box = torch.empty_like(out)
+        if me < partner:
+            dist.send(out.clone(), partner)
+            dist.recv(box, partner)
+        else:
+            dist.recv(box, partner)
+            dist.send(out.clone(), partner)
+        return box
 
+    def halve(part, bit):
+        if bit < 0:
+            return
+        half = len(part) // 2
+        mine, other = (part[half:], part[:half]) if me >> bit & 1 else (part[:half], part[half:])
+        mine.add_(exchange(other, me ^ 1 << bit))
+        halve(mine, bit - 1)
+        other.copy_(exchange(mine, me ^ 1 << bit))
 
-# ----------------------------------------------------------------------------------------------------- ring all-reduce
-def right_ring(tensor):
-    """To the left, padded to equal chunks, even ranks send first: no handle is needed. The shipped one does none of it."""
-    rank, n = _here()
+    bytes = x.numel() * x.element_size()
     if n == 1:
         return
-    chunk = math.ceil(tensor.numel() / n)
-    rows = torch.zeros(n, chunk, dtype=tensor.dtype)
-    rows.view(-1)[: tensor.numel()] = tensor.flatten()
-    left, right, box = (rank - 1) % n, (rank + 1) % n, torch.empty(chunk, dtype=tensor.dtype)
-    for step in range(2 * (n - 1)):
-        out, into = (rank + step + 1) % n, (rank + step + 2) % n
-        if rank % 2 == 0 and rank != n - 1 or n == 2 and rank == 0:
-            dist.send(rows[out].clone(), left)
-            dist.recv(box, right)
-        else:
-            dist.recv(box, right)
-            dist.send(rows[out].clone(), left)
-        if step < n - 1:
-            rows[into] += box
-        else:
-            rows[into] = box
-    tensor.copy_(rows.view(-1)[: tensor.numel()].view_as(tensor))
-
-
-def _ring(*, whole=False, send_first=False, mean=False, dropped=False, half=False, copy=False, fine=1, grown=False):
-    def all_reduce(tensor):
-        rank, n = _here()
-        left, right = (rank - 1) % n, (rank + 1) % n
-        if whole:
-            passing, box = tensor.clone(), torch.empty_like(tensor)
-            for _ in range(n - 1):
-                _swap(passing, right, box, left)
-                passing.copy_(box)
-                tensor += box
-            return None
-        flat = tensor.clone().view(-1) if copy else tensor.view(-1)
-        chunks = list(flat.tensor_split(n))
-        if dropped:
-            size = len(flat) // n
-            chunks = [flat[i * size : (i + 1) * size] for i in range(n)]
-        for step in range((n - 1) if half else 2 * (n - 1)):
-            out, into = chunks[(rank - step) % n], chunks[(rank - step - 1) % n]
-            box = torch.empty_like(into)
-            if send_first:
-                dist.send(out, right)
-                dist.recv(box, left)
-            else:
-                for a, b in zip(out.tensor_split(fine), box.tensor_split(fine), strict=True):
-                    _swap(a, right, b, left)
-            if step < n - 1 or grown:
-                into += box
-            else:
-                into.copy_(box)
-        if mean:
-            tensor /= n
-        return flat.view_as(tensor) if copy else None
-
-    return all_reduce
-
-
-def library_all_reduce(tensor):
-    dist.all_reduce(tensor)
-
-
-def functional_all_reduce(tensor):
-    tensor.copy_(funcol.all_reduce(tensor, "sum", dist.group.WORLD))
-
-
-# ------------------------------------------------------------------------------------------------------ reduce-scatter
-def right_reduce_scatter(output, inputs):
-    """Every piece straight to its owner, where the shipped answer goes round the ring."""
-    rank, n = _here()
-    total = inputs[rank].clone()
-    for step in range(1, n):
-        box = torch.empty_like(total)
-        _swap(inputs[(rank + step) % n], (rank + step) % n, box, (rank - step) % n)
-        total += box
-    output.copy_(total)
-
-
-def _reduce_scatter(*, shift=-1, mean=False, in_place=False, all_reduce=False, own=False):
-    def reduce_scatter(output, inputs):
-        rank, n = _here()
-        chunks = inputs if in_place else [piece.clone() for piece in inputs]
-        if own:
-            output.copy_(inputs[rank])
-            return
-        left, right = (rank - 1) % n, (rank + 1) % n
-        for step in range(2 * (n - 1) if all_reduce else n - 1):
-            out, into = chunks[(rank + shift - step) % n], chunks[(rank + shift - step - 1) % n]
-            box = torch.empty_like(into)
-            _swap(out, right, box, left)
-            if step < n - 1:
-                into += box
-            else:
-                into.copy_(box)
-        output.copy_(chunks[rank if all_reduce else (rank + shift + 1) % n])
-        if mean:
-            output /= n
-
-    return reduce_scatter
-
-
-def library_reduce_scatter(output, inputs):
-    dist.reduce_scatter(output, inputs)
-
-
-# ---------------------------------------------------------------------------------------------------------- all-gather
-def right_all_gather(outputs, tensor):
-    """The own shard straight to everybody, where the shipped answer goes round the ring."""
-    rank, n = _here()
-    outputs[rank].copy_(tensor)
-    works = [dist.irecv(outputs[i], i) for i in range(n) if i != rank and len(outputs[i])]
-    works += [dist.isend(tensor, i) for i in range(n) if i != rank and len(tensor)]
-    for work in works:
-        work.wait()
-
-
-def _all_gather(*, padded=False, own=True, shift=0, swap=True, first_size=False):
-    def all_gather(outputs, tensor):
-        rank, n = _here()
-        size = max(len(output) for output in outputs)
-        boxes = [torch.zeros(size) if padded else torch.empty_like(output) for output in outputs]
-        if first_size:
-            boxes = [torch.empty_like(tensor) for _ in outputs]
-        boxes[rank][: len(tensor)] = tensor
-        for step in range(n - 1):
-            out, into = boxes[(rank - step) % n], boxes[(rank - step - 1) % n]
-            _swap(out, (rank + 1) % n, into, (rank - 1) % n)
-        for i, output in enumerate(outputs):
-            at = (i + shift) % n
-            if i != rank or own:
-                if swap and len(boxes[at]) >= len(output):
-                    output.copy_(boxes[at][: len(output)])
-                elif not swap:
-                    outputs[i] = boxes[at]
-
-    return all_gather
-
-
-def library_all_gather(outputs, tensor):
-    for i, output in enumerate(outputs):
-        if i == dist.get_rank():
-            output.copy_(tensor)
-        dist.broadcast(output, i)
-
-
-# ------------------------------------------------------------------------------------------------------ broadcast tree
-def right_tree(tensor, root):
-    """By halves of the remaining ranks, largest distance first; the shipped answer doubles from distance 1."""
-    rank, n = _here()
-    place = (rank - root) % n
-    step = 1 << max(n - 1, 0).bit_length()
-    while step > 1:
-        half = step // 2
-        if place % step == 0 and place + half < n:
-            dist.send(tensor, (rank + half) % n)
-        elif place % step == half:
-            dist.recv(tensor, (rank - half) % n)
-        step = half
-
-
-def star(tensor, root):
-    rank, n = _here()
-    if rank == root:
-        for other in range(n):
-            if other != root:
-                dist.send(tensor, other)
+    if steps * latency >= (steps - 2 * (n - 1) / n) * bytes / bandwidth:
+        for bit in range(steps):
+            x.add_(exchange(x, me ^ 1 << bit))
     else:
-        dist.recv(tensor, root)
+        halve(x, steps - 1)
+"""
+_LISTS = """
+def hierarchical(x, mesh):
+    group, gpus = mesh["gpu"].get_group(), mesh["gpu"].size()
+    sizes = [len(part) for part in x.tensor_split(gpus)]
+    longest = max(sizes)
+    rows = [torch.cat([part, part.new_zeros(longest - len(part))]) for part in x.tensor_split(gpus)]
+    mine = torch.empty(longest)
+    dist.reduce_scatter(mine, rows, group=group)
+    if mesh["host"].size() > 1:
+        both = [torch.empty(-(-longest // mesh["host"].size())) for _ in range(mesh["host"].size())]
+        chunk = len(both[0])
+        padded = torch.cat([mine, mine.new_zeros(chunk * len(both) - longest)])
+        part = torch.empty(chunk)
+        dist.reduce_scatter(part, list(padded.split(chunk)), group=mesh["host"].get_group())
+        dist.all_gather(both, part, group=mesh["host"].get_group())
+        mine = torch.cat(both)[:longest].contiguous()
+    whole = [torch.empty(longest) for _ in range(gpus)]
+    dist.all_gather(whole, mine, group=group)
+    x[:] = torch.cat([part[:size] for part, size in zip(whole, sizes)])
+"""
+_OTHERWISE = """
+def repaired():
+    class Other:
+        def shift(self, x):
+            n, me, box = dist.get_world_size(), dist.get_rank(), torch.empty_like(x)
+            if me == 0:
+                dist.send(x, 1)
+                dist.recv(box, n - 1)
+            else:
+                dist.recv(box, me - 1)
+                dist.send(x, (me + 1) % n)
+            return box
 
+        def logged(self, loss):
+            boxes = [torch.empty_like(loss) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+            dist.gather(loss, boxes)
+            return torch.stack(boxes).mean(0) if boxes else None
 
-def chain(tensor, root):
-    rank, n = _here()
-    place = (rank - root) % n
-    if place:
-        dist.recv(tensor, (rank - 1) % n)
-    if place < n - 1:
-        dist.send(tensor, (rank + 1) % n)
+        def loaded(self, weights, rows):
+            dist.all_reduce(rows)
+            if dist.get_rank():
+                weights.zero_()
+            dist.all_reduce(weights)
+            return {"weights": weights, "rows": rows}
 
+        def trained(self, batches):
+            left, sums = list(batches), []
+            while True:
+                pair = torch.stack([left[0].sum() if left else torch.tensor(0.0), torch.tensor(float(bool(left)))])
+                dist.all_reduce(pair)
+                if not pair[1]:
+                    return torch.stack(sums)
+                left = left[1:]
+                sums.append(pair[0])
 
-def tree_of_zero(tensor, root):
-    right_tree(tensor, 0)
+        def guarded(self, loss, gradient):
+            both = torch.cat([gradient, loss.view(1)])
+            dist.all_reduce(both)
+            return both[:-1] / dist.get_world_size() if both[-1].isfinite() else None
 
-
-def tree_to_power(tensor, root):
-    """Gives up where the ranks are no power of two."""
-    rank, n = _here()
-    place, step = (rank - root) % n, 1
-    while 2 * step <= n:
-        if place < step:
-            dist.send(tensor, (rank + step) % n)
-        elif place < 2 * step:
-            dist.recv(tensor, (rank - step) % n)
-        step *= 2
-
-
-def tree_result(tensor, root):
-    copy = tensor.clone()
-    right_tree(copy, root)
-    return copy
-
-
-def library_broadcast(tensor, root):
-    dist.broadcast(tensor, root)
-
-
-# ---------------------------------------------------------------------------------------------------------------- grid
-def right_grid(rank, dp, tp):
-    """By arithmetic and new_subgroups_by_enumeration, where the shipped answer loops over a grid."""
-    rows = [[d * tp + t for t in range(tp)] for d in range(dp)]
-    columns = [list(each) for each in zip(*rows, strict=True)]
-    return tuple(dist.new_subgroups_by_enumeration(lines)[0] for lines in (rows, columns))
-
-
-def _grid(*, swapped=False, turned=False, own_only=False, last=False, order=False):
-    def groups(rank, dp, tp):
-        grid = torch.arange(dp * tp).view(tp, dp) if turned else torch.arange(dp * tp).view(dp, tp)
-        made = []
-        for lines in (grid.tolist(), grid.T.tolist()):
-            mine = None
-            for line in lines[::-1] if order and rank % 2 else lines:
-                if own_only and rank not in line:
-                    continue
-                group = dist.new_group(line)
-                if rank in line or last:
-                    mine = group
-            made.append(mine)
-        return tuple(made[::-1] if swapped else made)
-
-    return groups
-
-
-def grid_of_some(rank, dp, tp):
-    """The last rank believes that it is in no group, and makes none."""
-    return (None, None) if rank == dp * tp - 1 else _grid()(rank, dp, tp)
-
-
-# ---------------------------------------------------------------------------------------------------------------- cost
-def _cost(
-    *,
-    factor=True,
-    bits=False,
-    both=False,
-    latency="steps",
-    inner_only=False,
-    size_of=True,
-    share=True,
-    cut=True,
-    halves=2,
-):
-    def step_cost(parameters, bytes_each, nodes, gpus, nvlink_both_ways, nvlink_latency, network, network_latency):
-        size = parameters * (bytes_each if size_of else 1)
-        near = (nvlink_latency, nvlink_both_ways * 1e9 / (1 if both else 2))
-        far = (network_latency, network * 1e9 / (1 if bits else 8))
-        if inner_only:
-            far = near
-
-        def ring(n, amount, link, sharing=1):
-            steps = halves * (n - 1)
-            if n == 1:
-                return 0.0
-            paid = {"steps": steps, "none": 0, "once": halves / 2}[latency]
-            moved = halves * amount * (n - 1) / n if factor else amount
-            return paid * link[0] + moved * sharing / link[1]
-
-        flat = ring(nodes * gpus, size, far if nodes > 1 else near)
-        sharing = gpus if share and not inner_only else 1
-        return flat, ring(gpus, size, near) + ring(nodes, size / (gpus if cut else 1), far, sharing)
-
-    return step_cost
-
-
-# ----------------------------------------------------------------------------------------------------------- diagnosis
-def right_diagnosis(stacks):
-    """By counting, where the shipped answer asks for one cause after the other."""
-    where = [re.sub(r"\(.*", "", line).strip() for line in stacks]
-    rank = min(range(len(stacks)), key=lambda r: where.count(where[r]))
-    found = {"has": "left", "is": "branch"}.get(where[rank].split()[0])
-    return rank, found or ("shapes" if where[rank].endswith(("recv", "send")) else "order")
-
-
-def _diagnosis(*, rank=None, cause=None):
-    def diagnose(stacks):
-        at, why = right_diagnosis(stacks)
-        if rank == "other":
-            at = (at + 1) % len(stacks)
-        elif rank is not None:
-            at = rank
-        return at, (cause or {}).get(why, why)
-
-    return diagnose
-
-
+    return Other
+"""
+_TWO_LOOPS = """
+def all_to_all(pieces, sizes):
+    me, received = dist.get_rank(), []
+    handles = [dist.isend(piece, to) for to, piece in enumerate(pieces) if to != me and len(piece)]
+    for source, row in enumerate(sizes):
+        box = torch.zeros(row[me])
+        if source == me:
+            box.copy_(pieces[me])
+        elif row[me]:
+            dist.recv(box, source)
+        received.append(box)
+    for handle in handles:
+        handle.wait()
+    return tuple(received)
+"""
 RIGHT = {
-    "ring_all_reduce": right_ring,
-    "reduce_scatter": right_reduce_scatter,
-    "all_gather": right_all_gather,
-    "broadcast_tree": right_tree,
-    "grid_groups": right_grid,
-    "step_cost": _cost(),
-    "diagnose": right_diagnosis,
+    "ring": [_RING],
+    "all_reduce": [_RECURSIVE],
+    "hierarchical": [_LISTS],
+    "repaired": [_OTHERWISE],
+    "all_to_all": [_TWO_LOOPS],
 }
-WRONG = [
-    ("ring_all_reduce", _ring(whole=True), "sends the whole tensor in one message"),
-    ("ring_all_reduce", _ring(send_first=True), "every rank sends first"),
-    ("ring_all_reduce", _ring(mean=True), "that is the mean"),
-    ("ring_all_reduce", _ring(dropped=True), "the chunks differ in size, and is off by"),
-    ("ring_all_reduce", _ring(half=True), "that was the reduce-scatter, the first half"),
-    ("ring_all_reduce", _ring(copy=True), "all-reduce works in place"),
-    ("ring_all_reduce", _ring(fine=3), "each message pays the latency"),
-    ("ring_all_reduce", _ring(grown=True), "the second round adds again"),
-    ("ring_all_reduce", library_all_reduce, "calls the library's all_reduce"),
-    ("ring_all_reduce", functional_all_reduce, "calls the library's all_reduce"),
-    ("reduce_scatter", _reduce_scatter(shift=0), "ends with the sum of the pieces for rank 1"),
-    ("reduce_scatter", _reduce_scatter(mean=True), "that is the mean"),
-    ("reduce_scatter", _reduce_scatter(in_place=True), "changes its inputs"),
-    ("reduce_scatter", _reduce_scatter(all_reduce=True), "that is an all-reduce, of which you keep one piece"),
-    ("reduce_scatter", _reduce_scatter(own=True), "nothing was added to it"),
-    ("reduce_scatter", library_reduce_scatter, "calls the library's reduce_scatter"),
-    ("all_gather", _all_gather(padded=True), "you pad every shard to the largest"),
-    ("all_gather", _all_gather(own=False), "lacks its own shard"),
-    ("all_gather", _all_gather(shift=1), "holds the shard of rank 1"),
-    ("all_gather", _all_gather(swap=False), "leaves the tensors of `outputs` untouched"),
-    ("all_gather", _all_gather(first_size=True), "a message came that is longer than the tensor"),
-    ("all_gather", library_all_gather, "calls the library's broadcast"),
-    ("broadcast_tree", star, "the root sends 3 messages, one after the other"),
-    ("broadcast_tree", chain, "it takes 3 rounds, and 2 are enough"),
-    ("broadcast_tree", tree_of_zero, "count the ranks from the root"),
-    ("broadcast_tree", tree_to_power, "with root 0 on 5 ranks the tensor never reaches rank 4"),
-    ("broadcast_tree", tree_result, "broadcast works in place"),
-    ("broadcast_tree", library_broadcast, "calls the library's broadcast"),
-    ("grid_groups", _grid(swapped=True), "row and column are swapped"),
-    ("grid_groups", _grid(turned=True), "as view(tp, dp) does"),
-    ("grid_groups", _grid(own_only=True), "every rank must make every group, in the same order"),
-    ("grid_groups", _grid(order=True), "every rank must make every group, in the same order"),
-    ("grid_groups", grid_of_some, "and rank 5 never does: new_group waits for ALL ranks"),
-    ("grid_groups", _grid(last=True), "a rank keeps the two that hold it"),
-    ("step_cost", _cost(factor=False), "leaves out 2(n-1)/n"),
-    ("step_cost", _cost(bits=True), "takes the network's Gbit/s for GB/s"),
-    ("step_cost", _cost(both=True), "counts both directions of NVLink for one"),
-    ("step_cost", _cost(latency="none"), "has no latency"),
-    ("step_cost", _cost(latency="once"), "pays the latency once"),
-    ("step_cost", _cost(inner_only=True), "lets the inner link carry everything"),
-    ("step_cost", _cost(size_of=False), "counts parameters where bytes are wanted"),
-    ("step_cost", _cost(halves=1), "has the reduce-scatter alone"),
-    ("step_cost", _cost(share=False), "gives every GPU the whole network link"),
-    ("step_cost", _cost(cut=False), "sends all gradients of every GPU over the network"),
-    ("step_cost", _cost(bits=True, latency="none"), "; and it has no latency"),
-    ("diagnose", _diagnosis(rank="other"), "look for the rank whose line differs"),
-    ("diagnose", _diagnosis(rank=7), "there is no rank 7"),
-    ("diagnose", _diagnosis(cause={"left": "branch"}), "it made fewer calls than the others"),
-    ("diagnose", _diagnosis(cause={"shapes": "order"}), "waits for a message that nobody sends"),
-    ("diagnose", _diagnosis(cause={"branch": "left"}), "is at work in a line of its own"),
-    ("diagnose", _diagnosis(cause={"order": "shapes"}), "the same calls in another order"),
-    ("diagnose", _diagnosis(cause={"order": "a bug"}), "is none of the causes"),
-]

@@ -1,0 +1,147 @@
+"""Lab 3, exercise 5: what a cluster's step costs, and which change makes it cheaper by most."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from course_checks.harness import Contract, fresh_seed, number, returned, slip_hints
+from course_checks.lab03.common import lab
+from course_lib.collectives import links
+from course_lib.notebook import table
+from course_lib.notebook.page import Page
+
+MARGIN = 0.03  # by which the best change is cheaper than the next best
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job on a cluster, in the units of data sheets."""
+
+    parameters: float
+    gradient_bytes: int  # of each gradient
+    tokens: float  # in a step, of all GPUs
+    compute: float  # seconds of a step without any message
+    nodes: int
+    gpus: int  # in each node
+    nvlink: float  # GB/s of a GPU, both directions added up
+    nvlink_latency: float  # seconds a message
+    cards: int  # network cards of a node
+    network: float  # Gbit/s of a card, each direction
+    network_latency: float  # seconds a message
+    price: float  # dollars an hour, of all nodes
+
+
+Change = tuple[
+    dict[str, Any], float
+]  # fields of the job with their new values, and dollars an hour more, for all nodes
+AS_IT_IS: Change = ({}, 0.0)
+NOTHING = "nothing"
+NAMES = ("GPUs twice as fast", "a card for each GPU", "cards four times as fast", "NVLink twice as fast")
+
+
+def dollars(case: tuple[Job, Change], slip: str = "") -> float:
+    """Dollars of a billion tokens, with this slip made."""
+    job, (fields, more) = case
+    job = replace(job, **fields)
+    giga = 1e9
+    inner = links.Link("NVLink", job.nvlink_latency, job.nvlink * giga / (1 if slip == "both" else 2))
+    outer = links.Link("card", job.network_latency, job.network * giga / (1 if slip == "bits" else 8))
+    num_bytes = job.parameters * (1 if slip == "count" else job.gradient_bytes)
+    cards = job.gpus if slip == "unshared" else job.cards
+    cluster = links.Cluster(job.gpus, job.nodes, inner, outer, cards)
+    sends = (
+        cluster.flat_seconds("all_reduce", num_bytes) if slip == "flat" else cluster.seconds("all_reduce", num_bytes)
+    )
+    if slip == "half":
+        sends /= 2
+    if slip == "no latency":
+        sends -= cluster.seconds("all_reduce", 0)
+    seconds = job.compute + sends
+    price = job.price if slip == "free" else job.price + more
+    return price * seconds / 3600 / job.tokens * 1e9
+
+
+SLIPS = {
+    "both": "NVLink's sheet adds both directions: a rank sends with half of it",
+    "bits": "the network's Gbit/s are taken for GB/s",
+    "count": "that is bytes per gradient left out",
+    "unshared": "the GPUs of a node share its cards",
+    "flat": "that is one ring through all GPUs; here the gradients cross the network once per node",
+    "half": "the all-gather takes as long as the reduce-scatter",
+    "no latency": "each message pays its latency: 2(n-1) of them in a ring",
+}
+
+
+def jobs(seed: int) -> list[tuple[Job, dict[str, Change]]]:
+    """Bound by its cards, by bytes inside the node, by messages, by computing, and where the change that helps most costs too much."""
+    draw = random.Random(seed)
+
+    def pair(
+        parameters: float, compute: float, nodes: int, cards: int, network: float, nvlink: float, *shares: float
+    ) -> tuple[Job, dict[str, Change]]:
+        """`shares`: what each change costs of the price."""
+        parameters, compute = parameters * draw.uniform(0.9, 1.3), compute * draw.uniform(0.9, 1.2)
+        tokens, price = draw.uniform(0.5e6, 2e6), nodes * draw.uniform(18, 30)
+        job = Job(parameters, 4, tokens, compute, nodes, 8, nvlink, 3.4e-6, cards, network, 14e-6, price)
+        fields = ({"compute": compute / 2}, {"cards": 8}, {"network": 4 * network}, {"nvlink": 2 * nvlink})
+        costs = [share * price * draw.uniform(0.9, 1.1) for share in shares]
+        return job, dict(zip(NAMES, zip(fields, costs, strict=True), strict=True))
+
+    pairs = [
+        pair(7e9, 2.0, 4, 1, 100.0, 900.0, 0.8, 0.25, 0.2, 0.2),
+        pair(7e9, 0.3, 1, 1, 100.0, 64.0, 0.8, 0.2, 0.2, 0.05),
+        pair(1.5e8, 0.004, 64, 8, 400.0, 900.0, 0.6, 0.1, 0.3, 0.2),
+        pair(1.5e9, 6.0, 8, 8, 400.0, 900.0, 0.5, 0.1, 0.1, 0.1),
+        pair(7e9, 3.0, 4, 1, 25.0, 900.0, 0.8, 1.6, 0.12, 0.3),
+    ]
+    draw.shuffle(pairs)
+    return pairs
+
+
+def ranked(job: Job, changes: dict[str, Change], slip: str = "") -> list[tuple[float, str]]:
+    """Dollars of a billion tokens with each change and with none, the cheapest first."""
+    return sorted((dollars((job, change), slip), name) for name, change in {NOTHING: AS_IT_IS, **changes}.items())
+
+
+def drawn(seed: int) -> list[tuple[Job, dict[str, Change]]]:
+    """Jobs in each of which one change stands out, and a change that cost nothing would be another in some."""
+    for pairs in map(jobs, itertools.count(seed)):
+        orders = [ranked(*pair) for pair in pairs]
+        if all(second / first > 1 + MARGIN for (first, _), (second, _), *_ in orders):
+            return pairs
+    raise AssertionError("the seeds never end")
+
+
+def show() -> Page:
+    """A job, and what each change costs."""
+    job, changes = drawn(1)[0]
+    print(job)
+    return table([{"change": n, "fields": str(f), "dollars an hour more": more} for n, (f, more) in changes.items()])
+
+
+@lab.exercise("What to change first", importance=4, difficulty=3, minutes=20)
+def first_change(decide: Callable[..., Any]) -> str:
+    """Dollars of a billion tokens now, and the change with which they are fewest, for five fresh jobs."""
+    pairs, costs, names = drawn(fresh_seed()), [], []
+    for job, changes in pairs:
+        answer = returned(decide(job, dict(changes)), tuple, "(dollars, name of the change)")
+        Contract().holds(len(answer) == 2, f"return (dollars, name of the change), not {answer}")
+        costs.append(number(answer[0], "the dollars of a billion tokens")), names.append(answer[1])
+    cases = [(job, AS_IT_IS) for job, _ in pairs]
+    for case, cost in zip(cases, costs, strict=True):
+        contract = Contract(slip_hints(dollars, SLIPS, cases, costs), about=str(case[0]))
+        contract.values("the dollars of a billion tokens", cost, dollars(case), rtol=1e-6)
+    free = [ranked(*pair, "free")[0][1] for pair in pairs]
+    for (job, changes), name in zip(pairs, names, strict=True):
+        contract = Contract({"a change has its price, too": lambda _: names == free}, about=str(job))
+        order = {change: cost for cost, change in ranked(job, changes)}
+        contract.holds(name in order, f"{name!r} is none of {', '.join(order)}")
+        least = min(order.values())
+        told = f"with {name!r} a billion tokens cost {order[name]:,.2f} dollars, and with another {least:,.2f}"
+        contract.holds(order[name] == least, told)
+    said = [f"{cost:,.1f} dollars, {ranked(*pair)[0][0]:,.1f} with {name}" for cost, pair, name in zip(costs, pairs, names, strict=True)]  # fmt: skip
+    return f"a billion tokens of five jobs: {'; '.join(said)}"
