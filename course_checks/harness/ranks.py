@@ -56,4 +56,6 @@ def phases(run: Run, rank: int) -> list[list[Collective]]:
 
 def on_link(collective: Collective) -> float:
     """Bytes that a rank sends for it: `wire_bytes`, and all of what has no ring's formula, a broadcast for instance."""
-    return 0.0 if collective.kind in ("recv", "barrier") else collective.wire_bytes or collective.bytes
+    if collective.kind in ("recv", "barrier") or len(collective.group) == 1:
+        return 0.0
+    return collective.wire_bytes or collective.bytes

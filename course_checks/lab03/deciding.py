@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from course_checks.harness import Contract, fresh_seed, number, returned, slip_hints
@@ -33,6 +33,9 @@ class Job:
     network: float  # Gbit/s of a card, each direction
     network_latency: float  # seconds a message
     price: float  # dollars an hour, of all nodes
+
+    def __str__(self) -> str:
+        return f"{self.parameters / 1e9:.2f} billion parameters on {self.nodes} nodes, {self.cards} x {self.network:g} Gbit/s each"
 
 
 Change = tuple[
@@ -84,11 +87,11 @@ def jobs(seed: int) -> list[tuple[Job, dict[str, Change]]]:
         parameters: float, compute: float, nodes: int, cards: int, network: float, nvlink: float, *shares: float
     ) -> tuple[Job, dict[str, Change]]:
         """`shares`: what each change costs of the price."""
-        parameters, compute = parameters * draw.uniform(0.9, 1.3), compute * draw.uniform(0.9, 1.2)
-        tokens, price = draw.uniform(0.5e6, 2e6), nodes * draw.uniform(18, 30)
+        parameters, compute = round(parameters * draw.uniform(0.9, 1.3), -7), round(compute * draw.uniform(0.9, 1.2), 4)
+        tokens, price = draw.randrange(500, 2000) * 1e3, nodes * draw.randrange(18, 30)
         job = Job(parameters, 4, tokens, compute, nodes, 8, nvlink, 3.4e-6, cards, network, 14e-6, price)
         fields = ({"compute": compute / 2}, {"cards": 8}, {"network": 4 * network}, {"nvlink": 2 * nvlink})
-        costs = [share * price * draw.uniform(0.9, 1.1) for share in shares]
+        costs = [round(share * price * draw.uniform(0.9, 1.1), 2) for share in shares]
         return job, dict(zip(NAMES, zip(fields, costs, strict=True), strict=True))
 
     pairs = [
@@ -119,7 +122,7 @@ def drawn(seed: int) -> list[tuple[Job, dict[str, Change]]]:
 def show() -> Page:
     """A job, and what each change costs."""
     job, changes = drawn(1)[0]
-    print(job)
+    print(*(f"{name} = {value:g}" for name, value in asdict(job).items()), sep="\n")
     return table([{"change": n, "fields": str(f), "dollars an hour more": more} for n, (f, more) in changes.items()])
 
 

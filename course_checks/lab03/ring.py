@@ -9,18 +9,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from course_checks.harness import Contract, LiveTensors, fresh_seed, in_bytes, named_seed, run_ranks
-from course_checks.lab03.common import ITEM, Seen, by_messages, exact, lab, values, watched
+from course_checks.harness import Contract, LiveTensors, fresh_seed, in_bytes, named_seed
+from course_checks.lab03.common import ITEM, Seen, by_messages, lab, run, values, watched
 
 SCATTER, GATHER, MEMORY = "what reduce_scatter returns", "what all_gather returns", "reduce_scatter beside its input"
 SLACK = 4096  # bytes of small tensors
 HINTS = {
-    "the next rank is the next one in `order`, not rank + 1": lambda f: f["peers"] == {(f["rank"] + 1) % f["ranks"]},
-    "that is the rank before you in `order`": lambda f: f["peers"] == {f["before"]},
+    "the next rank is the next one in `order`, not rank + 1": lambda f: (
+        f["clause"] == "peer" and f["peers"] == {(f["rank"] + 1) % f["ranks"]}
+    ),
+    "that is the rank before you in `order`": lambda f: f["clause"] == "peer" and f["peers"] == {f["before"]},
     "pass on what you have just added up, and nothing else": lambda f: f["clause"] == "sent" and f["more"],
     "that is the size of another rank's piece: which one must arrive last, and so where does it set out?": lambda f: (
         f["clause"] == SCATTER and f[SCATTER].numel() in f["sizes"] and f[SCATTER].numel() != f["sizes"][f["rank"]]
     ),
+    "that is one rank's piece: who adds on the way?": lambda f: f["clause"] == SCATTER and f["alone"],
     "your own numbers are not in it, or twice": lambda f: f["clause"] == SCATTER and f["own"],
     "each piece lies where the sizes before it put it, not in the order of the ring": lambda f: (
         f["clause"] == GATHER and f["shuffled"]
@@ -67,8 +70,8 @@ def ring(your_ring: Callable[..., Any]) -> str:
     with named_seed(seed):
         for ranks in (4, 3, 2, 1):
             mine = [(number, case) for number, case in enumerate(given) if len(case[0]) == ranks]
-            run = run_ranks(on_a_rank, your_ring, [case for _, case in mine], seed, ranks=ranks)
-            for rank, results in enumerate(run.results):
+            results_by_rank = run(on_a_rank, your_ring, [case for _, case in mine], seed, ranks=ranks)
+            for rank, results in enumerate(results_by_rank):
                 for number, (case, result) in enumerate(zip(mine, results, strict=True)):
                     said = _right(case[1], result, rank, seed, number) or said
     return said
@@ -87,12 +90,15 @@ def _right(case: tuple[list[int], list[int]], seen: Any, rank: int, seed: int, n
         by_messages(contract, call)
         contract.facts["peers"] = {c.peer for c in call.sends}
         astray = contract.facts["peers"] - {after}
-        contract.holds(not astray, f"{name} sends to rank {min(astray, default=0)}; next in the order is rank {after}")
+        contract.holds(
+            not astray, f"{name} sends to rank {min(astray, default=0)}; next in the order is rank {after}", "peer"
+        )
         _carries(contract, name, call, sum(sizes) - sizes[left_out], ranks)
     contract.facts["own"] = _like(scattered.result, sum(summed) - summed[rank], sum(summed) + summed[rank])
-    exact(contract, SCATTER, scattered.result, sum(summed))
+    contract.facts["alone"] = ranks > 1 and _like(scattered.result, *summed)
+    contract.values(SCATTER, scattered.result, sum(summed), rtol=0)
     contract.facts["shuffled"] = _like(gathered.result, torch.cat([pieces[r] for r in order]))
-    exact(contract, GATHER, gathered.result, torch.cat(pieces))
+    contract.values(GATHER, gathered.result, torch.cat(pieces), rtol=0)
     contract.holds(kept, "the input has changed: backward may still want it")
     if max(sizes) < 1000 or ranks < 4:
         return ""
