@@ -33,13 +33,14 @@ def _methods(cls: type) -> dict[str, types.FunctionType]:
 def always_stops(value: Any, *, follow: bool = True) -> bool:
     """True where every call ends in `raise NotImplementedError`: a straight line to it, or to a neighbour's that does.
 
-    A class stops in its __init__, or in every method (a torch.autograd.Function has no __init__). What branches, loops
+    A class stops in its __init__, or in every other method. What branches, loops
     or catches may still come to an end of its own, so it has to run.
     """
     if isinstance(value, type):
         methods = _methods(value)
-        first = [methods["__init__"]] if "__init__" in methods else list(methods.values())
-        return bool(first) and all(always_stops(method, follow=follow) for method in first)
+        made = methods.pop("__init__", None)
+        stops = bool(methods) and all(always_stops(method, follow=follow) for method in methods.values())
+        return stops or (made is not None and always_stops(made, follow=follow))
     if not isinstance(value, types.FunctionType) or value.__code__.co_exceptiontable:
         return False
     steps = list(dis.get_instructions(value))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from course_checks.harness import Contract, Lab, NotYet, run_ranks
 from course_lib.launch import RankFailed, RanksHung
@@ -16,9 +18,10 @@ from course_lib.observe.collectives import Collective, record_collectives
 
 lab = Lab("03_collectives", title="How ranks talk")
 
-LATE, TIMEOUT = 0.03, 8.0  # seconds; the longest of these programs takes half a second
+TIMEOUT, ITEM = 8.0, 4  # seconds; bytes of a float32
+OUTSIDE = "Messages outside a batch run one after the other here, as they may with NCCL: try one batch_isend_irecv"
+LENGTHS = "a message came that is no match, in length or dtype, for the tensor that should take it: which piece does a rank send, and which one does the next rank expect?"  # fmt: skip
 LIBRARY = "waits? in barrier \\(a library, with no line of yours on the stack\\)"
-ITEM = 4  # bytes of a float32
 
 
 class Seen(NamedTuple):
@@ -39,16 +42,65 @@ def values(size: int, seed: int, rank: int) -> torch.Tensor:
     return torch.randint(1, 2_000_000, (size,), generator=generator) / 4
 
 
-def watched(call: Callable[[], Any], late: int) -> Seen:
-    """Call with all ranks at the start, but for one that is late: who does not wait reads what has not come yet."""
+class Handle:
+    """What isend, irecv and a batch give back here; the message is through, and somebody should still ask."""
+
+    def __init__(self, handles: list[Handle]) -> None:
+        self.asked = False
+        handles.append(self)
+
+    def wait(self, *_: Any) -> bool:
+        self.asked = True
+        return True
+
+    is_completed = wait
+
+
+@contextmanager
+def in_turn() -> Iterator[None]:
+    """Play NCCL's rules: what a rank starts may run to its end before the next message or batch begins, and is to be waited for.
+
+    A simulation: gloo, which carries these messages, has no such order.
+    """
+    handles: list[Handle] = []
+    batching: list[bool] = []
+    batch = distributed_c10d.batch_isend_irecv
+
+    def alone(start: Callable[..., Any]) -> Callable[..., Any]:
+        def started(*args: Any, **kwargs: Any) -> Any:
+            work = start(*args, **kwargs)
+            if batching or work is None:
+                return work
+            work.wait()
+            return Handle(handles)
+
+        return started
+
+    def together(operations: list[Any]) -> list[Any]:
+        batching.append(True)
+        try:
+            works = batch(operations)
+        finally:
+            batching.clear()
+        for work in works:
+            work.wait()
+        return [Handle(handles) for _ in works]
+
+    changed = {"isend": alone(dist.isend), "irecv": alone(dist.irecv), "batch_isend_irecv": together}
+    with patch.multiple(dist, **changed), patch.multiple(distributed_c10d, **changed):
+        yield
+    forgotten = sum(not handle.asked for handle in handles)
+    if forgotten:
+        raise NotYet(f"{forgotten} of {len(handles)} messages are never waited for: wait() on each of the handles")
+
+
+def watched(call: Callable[[], Any]) -> Seen:
+    """Call in step with the other ranks, under NCCL's rules."""
     dist.barrier()
-    if dist.get_rank() == late % dist.get_world_size():
-        time.sleep(LATE)
-    with record_collectives() as issued:
+    with record_collectives() as issued, in_turn():
         result = call()
-        kept = result.clone() if isinstance(result, torch.Tensor) else result
     dist.barrier()
-    return Seen(kept, list(issued))
+    return Seen(result, list(issued))
 
 
 def in_your_words(hung: RanksHung) -> str:
@@ -60,23 +112,30 @@ class Hung(NotYet):
     """The ranks did not come to an end."""
 
 
-def run(program: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
-    """What `program` returns on each rank. Raises Hung in the learner's words: the check's own barrier is none of theirs."""
+def run(program: Callable[..., Any], *args: Any, ranks: int, about: str = "") -> list[Any]:
+    """What `program` returns on each rank."""
     try:
         return run_ranks(program, *args, ranks=ranks, timeout=TIMEOUT).results
     except RanksHung as hung:
-        report = in_your_words(hung)
-        unwaited = ". Did a rank return before its messages were through? wait() for each" * ("wait in" not in report)
-        raise Hung(f"{report}{unwaited}") from None
+        everyone = re.search(r"ranks 0-\d wait in (recv|send)", report := in_your_words(hung))
+        raise Hung(f"{report}. {OUTSIDE}" if everyone else report) from None
+    except NotYet as error:
+        raise NotYet(about + LENGTHS if "ended by gloo" in str(error) else str(error)) from None
     except RankFailed as failed:
-        if "not connected" in failed.cause_message:
-            raise NotYet(
-                f"rank {failed.rank} sends to itself: what is its own needs no message ({failed.where})"
-            ) from None
-        raise
+        if "not connected" not in failed.cause_message:
+            raise
+        to_itself = f"rank {failed.rank} sends to itself: what is its own needs no message ({failed.where})"
+        raise NotYet(to_itself) from None
 
 
 def by_messages(contract: Contract, seen: Seen) -> None:
     """Nothing but send and receive was called: they are the material."""
-    others = sorted({c.kind for c in seen.issued} - {"send", "recv", "barrier"})
+    others = sorted({c.kind for c in seen.issued} - {"send", "recv"})
     contract.holds(not others, f"calls the library's {others and others[0]}: build it from send and receive")
+
+
+def equal(contract: Contract, what: str, yours: Any, expected: torch.Tensor) -> None:
+    """A float32 tensor with exactly these numbers."""
+    contract.values(what, yours, expected, rtol=0)
+    kind = yours.dtype if isinstance(yours, torch.Tensor) else type(yours).__name__
+    contract.holds(kind == torch.float32, f"{what} should be a tensor of float32, and is {kind}", what)

@@ -2,13 +2,14 @@
 
 MUTANTS = [
     ("ring", "self.order[(at + 1) % n]", "(dist.get_rank() + 1) % n", ""),
-    ("ring", "summed = pieces[self.order[at - 1]].clone()", "x = x.clone()\n        pieces = x.split(sizes)\n        summed = pieces[self.order[at - 1]]", "copy of the whole"),
+    ("ring", "summed = pieces[self.order[at - 1]].clone()", "x = x.clone()\n        pieces = x.split(sizes)\n        summed = pieces[self.order[at - 1]]", "the piece that goes out"),
     ("ring", "summed = pieces[self.order[at - 1]].clone()", "summed = pieces[dist.get_rank()].clone()", ""),
     ("ring", ".add_(mine)", "", "who adds"),
     ("ring", ".add_(mine)", ".half().add_(mine).float()", ""),
-    ("ring", "        for step in range(n - 1):\n            mine =", "        for step in range(n):\n            mine =", "should send"),
+    ("ring", "summed = pieces[self.order[at - 1]].clone()", "summed = pieces[self.order[at - 1]]", "a part of x"),
+    ("ring", "        for step in range(n - 1):\n            mine =", "        for step in range(n):\n            mine =", "where does it set out"),
     ("ring", "return whole\n", "return torch.cat([pieces[r] for r in self.order])\n", "order of the ring"),
-    ("ring", "        for work in dist.batch_isend_irecv(both) if both else []:\n            work.wait()\n        return coming", "        dist.batch_isend_irecv(both) if both else []\n        return coming", "wait() for each"),
+    ("ring", "        for work in dist.batch_isend_irecv(both) if both else []:\n            work.wait()\n        return coming", "        dist.batch_isend_irecv(both) if both else []\n        return coming", "never waited for"),
     ("all_reduce", "if doubling <= halving:", "if False:", "fewer messages"),
     ("all_reduce", "if doubling <= halving:", "if True:", "fewer bytes"),
     ("all_reduce", "if doubling <= halving:", "if x.nbytes < 2**20:", ""),
@@ -25,15 +26,17 @@ MUTANTS = [
     ("hierarchical", "    dist.reduce_scatter_tensor(piece, padded, group=inside)\n", "    dist.all_reduce(padded, group=inside)\n    piece = padded.view(inside.size(), -1)[inside.rank()].clone()\n", "Half of the first"),
     ("hierarchical", "    x.copy_(padded[: len(x)])\n", "    return padded[: len(x)]\n", "the function's result"),
     ("hierarchical", "padded[: len(x)] = x", "padded[-len(x) :] = x", ""),
-    ("hierarchical", "share = -(-len(x) // inside.size())", "share = -(-len(x) // inside.size()) + 4096", "padding"),
+    ("hierarchical", "share = -(-len(x) // inside.size())", "share = -(-len(x) // inside.size()) + 4096", "should send"),
+    ("hierarchical", "    x.copy_(padded[: len(x)])\n", "    x.data = padded[: len(x)]\n", "as it was"),
     ("hierarchical", "dist.all_reduce(piece, group=across)", "dist.all_reduce(piece, group=across, op=dist.ReduceOp.AVG)", ""),
     ("repaired", "dist.batch_isend_irecv([sending, receiving])", "[dist.irecv(received, (me - 1) % n), dist.isend(x, (me + 1) % n)]", "batch_isend_irecv"),
-    ("repaired", "            dist.reduce(loss, dst=0)\n            return loss / dist.get_world_size() if dist.get_rank() == 0 else None", "            return loss if dist.get_rank() == 0 else None", "help to make it"),
+    ("repaired", "            dist.reduce(loss, dst=0)\n            return loss / dist.get_world_size() if dist.get_rank() == 0 else None", "            return loss if dist.get_rank() == 0 else None", ""),
     ("repaired", "            dist.broadcast(weights, src=0)\n            dist.all_reduce(rows)", "            dist.all_reduce(rows)", "weights"),
     ("repaired", "op=dist.ReduceOp.MAX", "op=dist.ReduceOp.MIN", "nothing to add"),
-    ("repaired", "range(int(steps))", "range(len(batches))", "the one to read"),
-    ("repaired", "            fine = loss.isfinite().float()\n            dist.all_reduce(fine, op=dist.ReduceOp.MIN)\n", "            fine = loss.isfinite().float()\n", ""),
-    ("repaired", "            if not fine:\n                return None\n", "", ""),
+    ("repaired", "            fine = loss.isfinite().float()\n            dist.all_reduce(fine, op=dist.ReduceOp.MIN)\n", "            fine = loss.isfinite().float()\n", "the one to read"),
+    ("repaired", "            if not fine:\n                return None\n", "", "talk before it"),
+    ("repaired", "loss.isfinite()", "(~loss.isnan())", "talk before it"),
+    ("repaired", "for work in dist.batch_isend_irecv([sending, receiving])", "for work in dist.batch_isend_irecv([sending]) + dist.batch_isend_irecv([receiving])", "one after the other"),
     ("repaired", "return gradient / dist.get_world_size()", "return gradient", ""),
     ("first_change", "job.nvlink * 1e9 / 2", "job.nvlink * 1e9", "both directions"),
     ("first_change", "job.network * 1e9 / 8", "job.network * 1e9", "Gbit/s"),
@@ -42,12 +45,14 @@ MUTANTS = [
     ("first_change", "2 * (inside + between)", "(inside + between)", "all-gather"),
     ("first_change", "(latency + num_bytes / n / bandwidth)", "(num_bytes / n / bandwidth)", "latency"),
     ("first_change", "job.price + more", "job.price", "has its price"),
-    ("first_change", "min(costs, key=costs.get)", "min(list(costs)[1:], key=costs.get)", "and with another"),
-    ("first_change", "min(costs, key=costs.get)", "max(costs, key=costs.get)", "and with another"),
+    ("first_change", "min(costs, key=costs.get)", "min(list(costs)[1:], key=costs.get)", "no change at all"),
+    ("first_change", "min(costs, key=costs.get)", "max(costs, key=costs.get)", "and with"),
     ("all_to_all", "pieces[me] if other == me else", "", ""),
     ("all_to_all", "sizes[other][me]", "sizes[me][other]", ""),
     ("all_to_all", "range(1, n)", "range(n)", ""),
-    ("all_to_all", "    for work in dist.batch_isend_irecv(messages) if messages else []:\n        work.wait()\n", "    dist.batch_isend_irecv(messages) if messages else []\n", ""),
+    ("all_to_all", "    for work in dist.batch_isend_irecv(messages) if messages else []:\n        work.wait()\n", "    dist.batch_isend_irecv(messages) if messages else []\n", "never waited for"),
+    ("all_to_all", "    return received\n", "    pieces.clear()\n    return received\n", "have changed"),
+    ("all_to_all", "    return received\n", "    return [piece.double() for piece in received]\n", "float32"),
 ]  # fmt: skip
 
 _RING = """
@@ -57,13 +62,11 @@ class Ring:
         self.walk = order[at:] + order[:at]
 
     def message(self, out, numbers):
-        box, works = torch.zeros(numbers), []
-        if numbers:
-            works.append(dist.irecv(box, self.walk[-1]))
-        if len(out):
-            works.append(dist.isend(out, self.walk[1]))
-        for work in works:
-            work.wait()
+        box = torch.zeros(numbers)
+        turns = [(len(out), dist.send, out, self.walk[1]), (numbers, dist.recv, box, self.walk[-1])]
+        for wanted, go, tensor, peer in turns if dist.get_rank() == min(self.walk) else turns[::-1]:
+            if wanted:
+                go(tensor, peer)
         return box
 
     def reduce_scatter(self, x, sizes):
@@ -172,25 +175,24 @@ def repaired():
                 sums.append(pair[0])
 
         def guarded(self, loss, gradient):
-            both = torch.cat([gradient, loss.view(1)])
+            both = torch.cat([gradient, (~loss.isfinite()).float().view(1)])
             dist.all_reduce(both)
-            return both[:-1] / dist.get_world_size() if both[-1].isfinite() else None
+            return None if both[-1] else both[:-1] / dist.get_world_size()
 
     return Other
 """
 _TWO_LOOPS = """
 def all_to_all(pieces, sizes):
-    me, received = dist.get_rank(), []
-    handles = [dist.isend(piece, to) for to, piece in enumerate(pieces) if to != me and len(piece)]
-    for source, row in enumerate(sizes):
-        box = torch.zeros(row[me])
-        if source == me:
-            box.copy_(pieces[me])
-        elif row[me]:
-            dist.recv(box, source)
-        received.append(box)
-    for handle in handles:
-        handle.wait()
+    me = dist.get_rank()
+    received = [torch.zeros(row[me]) for row in sizes]
+    received[me].copy_(pieces[me])
+    for source in range(len(sizes)):  # one speaks, the others listen
+        for to in range(len(sizes)):
+            if source != to and sizes[source][to]:
+                if me == source:
+                    dist.send(pieces[to], to)
+                elif me == to:
+                    dist.recv(received[source], source)
     return tuple(received)
 """
 RIGHT = {
