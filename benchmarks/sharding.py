@@ -37,8 +37,13 @@ from course_lib.memory.sharded import HELD, resident_bytes
 from course_lib.memory.units import units_of
 from course_lib.models import tiny_llama
 from course_lib.observe import observe
+from course_lib.training.methods import prepare
 from course_lib.training.outcome import outcome
-from course_tools.planning.small_run import prepared
+
+
+def adapters(method: str) -> Any:
+    return prepare(tiny_llama(), method=method).get_base_model()  # PEFT's layers without its wrapper
+
 
 MIB, LIMIT, PEAK = 2**20, 0.01, 0.05
 BUCKET = 1_000_000  # elements; DeepSpeed's own 500 million are 2 GB on every rank
@@ -65,8 +70,8 @@ FSDP = {
     "FSDP2": ("fsdp", {}, {}, 0),
     "FSDP2, hybrid 2x2": ("hybrid", {}, {"shard_ranks": 2}, 4),
     "FSDP2, bf16-mixed": ("fsdp", {"bf16": True}, {"precision": "bf16-mixed"}, 0),
-    "FSDP2, LoRA": ("fsdp", {"build": partial(prepared, method="lora")}, {}, 0),
-    "FSDP2, QLoRA": ("fsdp", {"build": partial(prepared, method="qlora")}, {}, 0),
+    "FSDP2, LoRA": ("fsdp", {"build": partial(adapters, method="lora")}, {}, 0),
+    "FSDP2, QLoRA": ("fsdp", {"build": partial(adapters, method="qlora")}, {}, 0),
 }
 DDP = {"DDP": ("ddp", {}, {"strategy": "ddp"}, 0)}
 
@@ -167,16 +172,11 @@ def by_command(command: str) -> tuple[float, float]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     began = time.perf_counter()
-    output = shell(
-        f"{command.format(port=port)} --steps {STEPS}", timeout=300, OMP_NUM_THREADS="1", DS_ACCELERATOR=_accelerator()
-    )
+    settings = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cuda" if torch.cuda.is_available() else "cpu"}
+    output = shell(f"{command.format(port=port)} --steps {STEPS}", timeout=300, **settings)
     told = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
     assert told["world_size"] == 2, f"{command}: {told['world_size']} ranks"
     return told["median_step"], time.perf_counter() - began - STEPS * told["median_step"]
-
-
-def _accelerator() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def seconds(rounds: int) -> dict[str, bool]:

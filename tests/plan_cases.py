@@ -42,9 +42,3 @@ def a_plan(
 
 
 LLAMA = dict(model="llama-3.1-8b", on="2xh100-80gb", precision="bf16-mixed", seq_len=2048)
-HUGE = a_plan(
-    "zero1",
-    **LLAMA
-    | dict(model="llama-3.1-405b", on="2048x8xh100-80gb", seq_len=8192, micro_batch_size=1, num_microbatches=16),
-    **dict(dp=128, tp=8, pp=16, virtual_stages=4, sequence_parallel=True, activation_checkpointing="selective"),
-)

@@ -6,13 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from plan_cases import LLAMA, a_plan
+import yaml
+from plan_cases import a_plan
 from refusals import assert_refused
 
 from course_lib.launch import RankFailed, launch
 from course_tools.axolotl import inference, make_inputs, merge_lora, merged, preprocess, train, warm_axolotl, write
 from course_tools.axolotl.witness import read
-from course_tools.planning import small_run
+from course_tools.planning.files import files
 
 pytest.importorskip("axolotl", reason="Axolotl is not installed")
 
@@ -87,12 +88,15 @@ def test_tensor_parallel_cuts_the_matrices_and_keeps_the_norms(folder):
 
 
 def test_qlora_under_zero_trains_by_a_plans_yaml_and_leaves_no_file(folder, private_tmp):
-    choices = {"offload": "optimizer", "activation_checkpointing": "selective", "lora_rank": 4}
-    result = small_run.run(a_plan("zero1", method="qlora", **choices, **LLAMA), steps=2)
-    assert result.program == "axolotl.cli.train" and result.losses[1] < result.losses[0]
-    for held in (outcome.extra for outcome in result.outcomes):
+    choices = {"offload": "optimizer", "activation_checkpointing": "selective", "lora_rank": 4, "seq_len": 512}
+    (text,) = files(a_plan("zero1", method="qlora", **choices), "axolotl", base_model="runs/axolotl/tiny").values()
+    here = "datasets special_tokens dataset_prepared_path plugins optimizer save_strategy logging_steps".split()
+    values = yaml.safe_load(text) | {key: settings()[key] for key in here} | {"max_steps": 2}
+    run = train(values)
+    assert run.losses[1] < run.losses[0]
+    for held in run.witness:
         assert (held["wrapper"], held["zero_stage"], held["world_size"]) == ("DeepSpeedEngine", 1, 2)
-        assert held["quantized"] == 4 * 7
+        assert held["quantized"] == 2 * 7  # matrices of two blocks
         assert held["optimizer_elements"] == held["trainable_elements"]  # two moments of half the adapters
     assert not list(Path(private_tmp).glob("*.json")), "DeepSpeed's configuration from the YAML"
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from functools import partial
 from itertools import product
 
 import pytest
 import torch
+from megatron_on_cpu import megatron_core, needs_megatron
 from refusals import assert_refused
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from course_lib.launch import launch
-from course_lib.training.tensor import megatron_linears
 from course_tools.conversion import LAYOUTS, merge_state, split_state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -87,7 +86,7 @@ def logits_by_megatron(kinds: list[str], length: int) -> dict[str, tuple[float, 
     """On each rank: per kind the largest difference between the logits, and the largest logit."""
     import torch.distributed as dist
 
-    megatron_linears.megatron_core()
+    megatron_core()
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -150,7 +149,7 @@ def logits_by_megatron(kinds: list[str], length: int) -> dict[str, tuple[float, 
     return results
 
 
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason=megatron_linears.INSTALL)
+@needs_megatron
 def test_megatron_takes_the_shards_and_gives_the_same_logits(private_tmp):
     kinds = ["llama", "qwen2-tied", "qwen3"]
     for results in launch(logits_by_megatron, kinds, 12, ranks=2, quiet=True, timeout=150).results:

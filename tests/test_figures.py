@@ -27,12 +27,11 @@ from course_lib import figures
 from course_lib.collectives.measuring import Curve, Point
 from course_lib.figures import (
     collectives,
-    frameworks,
-    grid,
     links,
     number_formats,
     pipeline,
     ranks,
+    ring,
     sharding,
     splits,
     style,
@@ -46,7 +45,6 @@ from course_lib.memory.timeline import step_timeline
 from course_lib.observe import Span
 from course_lib.observe.snapshots import Snapshot
 from course_lib.observe.units import Moment, UnitTimeline
-from course_lib.parallel.grid import Grid
 from course_lib.parallel.schedules import orders
 from course_lib.parallel.simulate import simulate
 from course_lib.units import MIB, nice_bytes, nice_number
@@ -89,10 +87,6 @@ SENT = [
     {"name": "DDP", "counted": 3 * MIB},
 ]
 STATE = np.abs(np.random.default_rng(0).normal(size=512)) * 1e-6
-FRAMEWORKS = [
-    {"name": "DDP", "ranks": 2, "held": 3 * MIB, "sent": None, "seconds": 0.25},
-    {"name": "one rank", "ranks": 1, "held": MIB, "sent": 0, "seconds": 0.5},
-]
 LOGGED = {
     rank: {name: [(step, rank + 1.0 / (step + 1)) for step in range(9)] for name in ("loss", "memory_bytes")}
     for rank in range(3)
@@ -126,18 +120,10 @@ DRAWINGS = [
     partial(sharding.traffic, SENT, note="counted by the system"),
     partial(units.units_over_step, STEP, 1, title="A step"),
     partial(ranks.side_by_side, LOGGED | {3: {"loss": [(0, 2.5)]}}, title="Four ranks"),
-    partial(frameworks.compare, FRAMEWORKS, title="Side by side"),
     partial(splits.column_then_row),
-    partial(splits.heads_over_ranks, heads=16, kv_heads=4, ranks=4),
-    partial(splits.vocabulary_loss),
-    partial(splits.inside_or_between),
-    partial(pipeline.schedule, *[schedule_of("interleaved", 2, 2, 2)] * 2, title="Two chunks"),
-    partial(pipeline.schedule, *[schedule_of("zero_bubble", backward=1.0, weight=1.0)] * 2, title="Weights apart"),
-    partial(
-        pipeline.schedules, {n: [schedule_of(n, send=0.1), schedule_of(n)] for n in ("naive", "gpipe")}, title="All"
-    ),
-    partial(grid.rank_grid, Grid(dp=2, pp=2, tp=2), axis="pp", per_node=4),
-    partial(grid.ring_steps, 4),
+    partial(pipeline.timelines, {"chunks": schedule_of("interleaved", 2, 2, 2)}, title="Two chunks"),
+    partial(pipeline.timelines, {n: schedule_of(n, send=0.1) for n in ("naive", "gpipe")}, title="Two"),
+    partial(ring.ring_steps, 4),
 ]
 
 
@@ -332,8 +318,6 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
             (lambda: sharding.bytes_by_stage([{"name": "ZeRO-9", "measured": {"peak": 5}}]), ValueError, "'ZeRO-9'"),
             (lambda: ranks.side_by_side(tmp_path / "nothing"), ValueError, "no folder of a rank"),
             (lambda: ranks.side_by_side(tmp_path / "silent"), ValueError, "Logged: nothing"),
-            (lambda: frameworks.compare([{"name": "a", "ranks": 1}], title="t"), ValueError, "held"),
-            (lambda: grid.rank_grid(Grid(), per_node=17), ValueError, "per_node=17"),
         ]
     )
 

@@ -14,17 +14,16 @@ import pytest
 from refusals import assert_refused
 
 from course_lib import notebook
-from course_lib.memory import CARDS, estimate, shape_of
+from course_lib.memory import CARDS, estimate
 from course_lib.notebook import show, start_jupyterlab, table
 from course_lib.notebook.widgets.all_reduces import all_reduce_explorer
 from course_lib.notebook.widgets.buckets import bucket_explorer
-from course_lib.notebook.widgets.grid_explorer import axis_traffic, grid_explorer
 from course_lib.notebook.widgets.memory import answer, calculator, timeline_explorer
 from course_lib.notebook.widgets.ring_stepper import ring_stepper
+from course_lib.notebook.widgets.schedules import schedule_explorer
 from course_lib.notebook.widgets.units import units_player
 from course_lib.notebook.widgets.zero import zero_explorer
 from course_lib.observe.units import Moment, UnitTimeline
-from course_lib.parallel.grid import Grid
 
 
 def text(page: str) -> str:
@@ -89,35 +88,21 @@ def test_the_calculator_answers_what_the_estimate_says_and_follows_its_sliders()
         assert expected in widget.children[1].value, name
 
 
-def test_traffic_is_summed_over_a_step_and_timed_on_the_link_that_the_axis_uses():
-    shape, grid = shape_of("llama-3.1-8b"), Grid(dp=2, pp=2, tp=4, cp=2)
-    how = {"per_node": 8, "num_microbatches": 8, "seq_len": 4096, "strategy": "ddp"}
-    rows = {row.axis: row for row in axis_traffic("llama-3.1-8b", grid, **how)}
-    sizes = {axis: (row.ranks, row.nodes) for axis, row in rows.items()}
-    assert sizes == {"tp": (4, 1), "cp": (2, 1), "pp": (2, 2), "dp": (4, 2)}
-    assert "NVSwitch" in rows["tp"].link and "InfiniBand" in rows["dp"].link
-    states = 4096 // 2 * shape.hidden * 2  # a rank's tokens of one sequence, bf16
-    gradients = 4 * shape.parameters / 8  # once, however many micro-batches
-    assert (rows["pp"].payload, rows["pp"].messages) == (8 * states, 8)
-    assert (rows["dp"].payload, rows["dp"].messages) == (gradients, 1)
-    assert rows["dp"].seconds == pytest.approx(2 * 3 / 4 * gradients / 50e9, rel=1e-3)
-    assert rows["pp"].seconds == pytest.approx(8 * states / 50e9, rel=0.05)
-    assert axis_traffic("llama-3.1-8b", Grid(), **how) == []
-
-
-def test_the_explorer_answers_also_where_a_choice_does_not_fit():
-    widget = grid_explorer()
-    shown = widget.children[1]
-    bundle = widget._repr_mimebundle_()
-    assert "application/vnd.jupyter.widget-view+json" in bundle and bundle["text/html"] == shown.value
-    assert "llama-3.1-70b on 32 GPUs" in shown.value and "alt=" in shown.value
-    for name, value, expected in (
-        ("cp (context)", 2, "dp x cp"),
-        ("pp (pipeline)", 32, "on 1024 GPUs"),
-        ("model", "llama-3.2-1b", "Does not fit"),  # 16 layers
+def test_the_schedule_explorer_answers_also_where_a_choice_does_not_fit():
+    """The idle shares and the micro-batches kept that lesson 8 quotes."""
+    widget = schedule_explorer()
+    shown, chosen = widget.children[1], controls(widget)
+    assert widget._repr_mimebundle_()["text/html"] == shown.value and "alt=" in shown.value
+    for settings, expected in (
+        ({"stages": 8, "micro-batches": 32}, "17.9% of the time"),
+        ({"schedule": "interleaved", "virtual stages": 4}, "5.2% of the time"),
+        ({}, "9.75 micro-batches"),
+        ({"micro-batches": 12}, "Does not fit"),
+        ({"schedule": "zero_bubble"}, "16.3% of the time"),
     ):
-        controls(widget)[name].value = value
-        assert expected in shown.value, name
+        for name, value in settings.items():
+            chosen[name].value = value
+        assert expected in shown.value, settings
     assert_refused([(lambda: ring_stepper(9), ValueError, "ranks=9")])
 
 

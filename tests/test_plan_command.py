@@ -52,11 +52,26 @@ def test_writing_takes_the_best_plan_that_the_target_can_run(
     path = tmp_path / "run" / "axolotl.yml"
     assert str(path) in printed(capsys, [*SMALL, "--write", "axolotl", "--out", str(tmp_path / "run")])
     assert yaml.safe_load(path.read_text())["adapter"] == "qlora"
-    tiny = ["--model", "tiny", "--gpus", "2xcpu", "--method", "lora", "--method", "full", "--seq-len", "128"]
-    assert "plan 1 is not" in printed(capsys, [*tiny, "--write", "torchrun", "--out", str(tmp_path)])
-    assert "course_lib.training" in (tmp_path / "torchrun.sh").read_text()
+    adapters = [*ASKED[:4], "--method", "lora", "--method", "qlora", "--write", "fsdp", "--out", str(tmp_path)]
+    assert "plan 1 is not" in printed(capsys, adapters)
+    assert "fully_shard" in (tmp_path / "fsdp_plan.py").read_text()
     assert main([*SMALL, "--write", "fsdp", "--top", "1", "--out", str(tmp_path)]) == 2
     assert "fsdp" in capsys.readouterr().err
+
+
+def test_where_no_target_writes_the_best_plan_it_says_why_and_offers_another(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ask = ["--model", "llama-3.1-405b", "--gpus", "64x8xh100-80gb", "--method", "full"]
+    ask += ["--seq-len", "8192", "--global-batch", "512"]
+    plans = json.loads(printed(capsys, [*ask, "--json"]))["plans"]
+    number = next(i for i, one in enumerate(plans, 1) if one["targets"])
+    why, megatron, offer = printed(capsys, ask).splitlines()[-3:]
+    assert f"pp={plans[0]['pp']}" in why and number > 1 and f"Write plan {number}:" in offer
+    assert f"--pipeline-model-parallel-size {plans[0]['pp']} " in megatron
+    assert ("--use-distributed-optimizer" in megatron) == (plans[0]["strategy"] == "zero1")
+    why, offer = printed(capsys, ["--model", "llama-3.1-70b", "--gpus", "4x8xh100-80gb"]).splitlines()[-2:]
+    assert "No target" in why and "Write plan" in offer, "adapters are nothing for Megatron-LM"
 
 
 def test_long_sequences_are_split_and_short_ones_only_when_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,13 +10,11 @@ import sys
 import cloudpickle
 import pytest
 import torch
-from parity import one_rank
-from plan_cases import HUGE, a_plan
+from plan_cases import a_plan
 
 from course_lib.launch import launch
 from course_lib.launch.commands import Background
 from course_lib.training import single
-from course_tools.planning import small_run
 from course_tools.planning.files import write
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
@@ -137,43 +135,3 @@ def test_deepspeed_trains_by_its_json(oracle, tmp_path):
         assert (outcome.wrapper, outcome.world_size) == ("DeepSpeedEngine", 2)
         assert outcome.extra["on_host"]["optimizer_state"] > 0
         assert outcome.losses == oracle
-
-
-def test_the_script_of_torchrun_trains_as_planned(oracle, tmp_path):
-    (script,) = write(a_plan("single", dp=1, pp=2, num_microbatches=4), "torchrun", tmp_path)
-    result = typed(f"bash {script} --steps=2")
-    assert (result["wrapper"], result["world_size"]) == ("Schedule1F1B", 2)
-    assert result["losses"] == oracle
-
-
-@with_deepspeed
-def test_the_script_of_torchrun_finds_deepspeed_s_json_beside_itself(oracle, tmp_path):
-    script, _ = write(a_plan("zero2", offload="optimizer"), "torchrun", tmp_path / "a plan")
-    result = typed(f"bash '{script}' --steps=2")
-    assert (result["wrapper"], result["world_size"]) == ("DeepSpeedEngine", 2)
-    assert result["losses"] == oracle
-
-
-def test_a_frontier_plan_run_small_keeps_its_split_and_has_one_ranks_losses(oracle):
-    result = small_run.run(HUGE, ranks=4, steps=2)
-    assert (result.plan.pp, result.plan.tp, result.plan.gpus) == (2, 2, 4)
-    assert [outcome.rank for outcome in result.outcomes] == [0, 1, 2, 3]
-    assert {outcome.wrapper for outcome in result.outcomes} == {"LlamaStage"}
-    assert result.losses == oracle == small_run.one_rank(result)
-    assert "llama-3.1-405b" in result.sentence and "bf16-mixed to fp32" in result.sentence
-
-
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
-def test_adapters_run_small(strategy):
-    how = dict(method="qlora", lora_rank=4, activation_checkpointing="selective")
-    where = dict(dp=1, on="1xcpu") if strategy == "single" else dict(offload="all")
-    result = small_run.run(a_plan(strategy, **how, **where), steps=2)
-    wrapper = {"single": "LlamaForCausalLM", "fsdp": "FSDPLlamaForCausalLM"}[strategy]
-    assert {outcome.wrapper for outcome in result.outcomes} == {wrapper}
-    assert result.losses == pytest.approx(one_rank(small_run.prepared(**how), **SIZES)[0], rel=1e-5)
-    exact = one_rank(small_run.prepared(**how | {"method": "lora"}), **SIZES)[0]
-    assert result.losses != pytest.approx(exact, rel=1e-4)  # it is NF4 that ran
-    assert ("offloads nothing" in result.sentence) == (strategy == "fsdp")
-    assert "keeps all activations" not in result.sentence
-    assert result.arguments["build"].keywords == how
-    assert small_run.prepared(**how | {"method": "full"}).is_gradient_checkpointing

@@ -13,10 +13,7 @@ from refusals import assert_refused
 
 from course_lib.launch import launch
 from course_lib.models import tiny_llama
-from course_lib.training import accelerate_ddp, command_line, ddp, fsdp, single, three_d
-from course_lib.training.pipeline import pipeline_parallel
-from course_lib.training.sequence import context_parallel, expert_parallel
-from course_lib.training.tensor import tensor_parallel
+from course_lib.training import accelerate_ddp, command_line, ddp, fsdp, pipeline, single, tensor_parallel, three_d
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 
@@ -113,8 +110,7 @@ def test_options_have_the_types_of_the_annotations():
 
 
 def test_every_training_program_has_a_command_line():
-    programs = (*PROGRAMS.values(), fsdp.train, tensor_parallel.train, pipeline_parallel.train)
-    for train in (*programs, context_parallel.train, expert_parallel.train, three_d.train):
+    for train in (*PROGRAMS.values(), *(one.train for one in (fsdp, tensor_parallel, pipeline, three_d))):
         defaults = {name: p.default for name, p in inspect.signature(train).parameters.items()}
         assert command_line.parse(train, []) == {k: v for k, v in defaults.items() if not callable(v)}, train.__module__
 

@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,25 +55,23 @@ def on_rank(
 ) -> tuple[dict[str, Any], bytes]:
     """(what a step takes, the profiler's trace of one)."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import loss_parallel
     from torch.profiler import profile
 
     from course_lib.training.fsdp import shard
-    from course_lib.training.tensor.dtensor import shard_tensors
+    from course_lib.training.tensor_parallel import split
 
     device = rank_device()
-    net, around = llama(model, device=device, precision=precision), nullcontext
+    net = llama(model, device=device, precision=precision)
     if way == "FSDP2":
         net = shard(net)
     elif way == "tensor parallel":
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
-        net, around = shard_tensors(net, mesh, gather_logits=False), loss_parallel
+        split(net.model.layers, mesh)
     optimizer = build_optimizer(net, "adamw")
     ids = torch.randint(0, PRESETS[model].vocab, shape, device=device)
 
     def step() -> None:
-        with around():
-            net(input_ids=ids, labels=ids).loss.backward()
+        net(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -104,3 +104,16 @@ def observe(
     if probe is None and model is not None:
         probe = MemoryProbe(model, optimizer)
     return Observation(probe, measured_step)
+
+
+def product_flops(size: int = 1024, repeats: int = 20) -> float:
+    """FLOP/s of an fp32 product of two square matrices on this rank's device: what its training could reach at most."""
+    import torch
+
+    from course_lib.launch import rank_device
+
+    matrix, observation = torch.randn(size, size, device=rank_device()), observe()
+    for _ in range(repeats):
+        with observation.step():
+            matrix @ matrix
+    return 2 * size**3 / observation.median_step

@@ -16,16 +16,13 @@ WORDS = {"F": "the forward", "B": "the backward", "W": "the backward for weights
 class Action(NamedTuple):
     """One thing that a rank does.
 
-    Attributes:
-        kind: "F" forward, "B" backward, "W" the weights' part of the backward. Where a schedule has no W, B is the whole
-            backward; where it has, B is only the part that the stage before waits for, the gradient of the input.
-        micro_batch: counted from 0.
-        chunk: which of the rank's stages, counted from 0.
+    "F" is a forward and "B" a backward. In a schedule with "W", the gradients of the weights, B is only the part that the
+    stage before waits for: the gradient of the input.
     """
 
-    kind: str
-    micro_batch: int
-    chunk: int = 0
+    kind: str  # F, B or W
+    micro_batch: int  # counted from 0
+    chunk: int = 0  # which of the rank's stages, counted from 0
 
     def __str__(self) -> str:
         part = f" in chunk {self.chunk}" if self.chunk else ""
@@ -36,19 +33,14 @@ Orders = list[list[Action]]
 
 
 def orders(schedule: str, stages: int, num_microbatches: int, virtual_stages: int = 1) -> Orders:
-    """What each rank does, in its order: one list of actions per rank.
+    """What each of `stages` ranks does, in its order: one list of actions per rank.
 
-    Args:
-        schedule:
-            "naive": a micro-batch goes forward and all the way back before the next one begins.
-            "gpipe": all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965).
-            "1f1b": each backward as soon as it can be, so that a rank holds few micro-batches (PipeDream-Flush,
-            Narayanan et al. 2021, arXiv:2006.09503).
-            "interleaved": the same with several stages per rank (Narayanan et al. 2021, arXiv:2104.04473).
-            "zero_bubble": 1F1B whose weight gradients fill the gaps: ZB-H1 (Qi et al. 2023, arXiv:2401.10241).
-        stages: ranks in the pipeline.
-        num_microbatches: in one optimizer step.
-        virtual_stages: stages that each rank holds: at least 2 for "interleaved", 1 for the others.
+    - "naive": a micro-batch goes forward and all the way back before the next one begins.
+    - "gpipe": all forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965).
+    - "1f1b": each backward as soon as it can run, so that a rank holds few micro-batches (PipeDream-Flush, Narayanan et
+      al. 2021, arXiv:2006.09503).
+    - "interleaved": the same with `virtual_stages` stages on each rank (Narayanan et al. 2021, arXiv:2104.04473).
+    - "zero_bubble": 1F1B whose weight gradients fill the gaps: ZB-H1 (Qi et al. 2023, arXiv:2401.10241).
     """
     check_schedule(schedule, stages, num_microbatches, virtual_stages)
     if schedule == "naive":
@@ -105,17 +97,13 @@ def _zero_bubble(rank: int, stages: int, num_microbatches: int) -> list[Action]:
 def ideal_bubble(schedule: str, stages: int, num_microbatches: int, virtual_stages: int = 1) -> float:
     """The share of the ranks' time, from the first forward to the last backward, in which they have nothing to do.
 
-    With p stages of equal work, m micro-batches, v virtual stages per rank, sends that take no time, a backward twice as long as a
-    forward (for "zero_bubble": its two parts as long as a forward each):
+    With p stages of equal work, m micro-batches, v virtual stages per rank, sends that take no time, and a backward twice as
+    long as a forward (for "zero_bubble": B and W as long as a forward each):
 
-    ============= =====================
-    naive         (p - 1) / p
-    gpipe, 1f1b   (p - 1) / (m + p - 1)
-    interleaved   (p - 1) / (v m + p - 1)
-    zero_bubble   (p - 1) / (3 m + p - 1); with m < p, p - m more on both sides of the line
-    ============= =====================
-
-    Idle time over *busy* time, as some papers give it, is (p - 1) / m for the second line.
+    - naive: (p - 1) / p
+    - gpipe, 1f1b: (p - 1) / (m + p - 1). Some papers give idle time over *busy* time: (p - 1) / m.
+    - interleaved: (p - 1) / (v m + p - 1)
+    - zero_bubble: (p - 1) / (3 m + p - 1); with m < p, p - m more in numerator and denominator
     """
     check_schedule(schedule, stages, num_microbatches, virtual_stages)
     work = {"naive": 1, "interleaved": virtual_stages * num_microbatches, "zero_bubble": 3 * num_microbatches}

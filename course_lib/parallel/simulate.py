@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 from course_lib.parallel.schedules import WORDS, Action
@@ -22,40 +24,25 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the ranks of a pipeline did in one optimizer step, simulated or real.
+    """What the ranks of a pipeline did in one optimizer step, simulated or real."""
 
-    Attributes:
-        events: by start.
-        seconds: from the first event's start to the last one's end.
-        bubble: idle share of the ranks' time within these seconds, as `course_lib.parallel.schedules.ideal_bubble`.
-        in_flight: for each rank the most micro-batches whose activations it held at a time. With v chunks a rank, what
-            one chunk keeps of a micro-batch counts 1/v.
-    """
-
-    events: list[Event]
-    seconds: float
-    bubble: float
-    in_flight: list[float]
+    events: list[Event]  # by start
+    seconds: float  # from the first event's start to the last one's end
+    bubble: float  # idle share of the ranks' time within these seconds, as `schedules.ideal_bubble`
+    in_flight: list[float]  # by rank: the most micro-batches held at a time; one of v chunks holds 1/v of a micro-batch
 
 
 def timeline(events: Iterable[Sequence], ranks: int | None = None) -> Timeline:
-    """Read a Timeline off events, which may come from a real run.
-
-    Args:
-        events: `Event`s, or sequences of the same six values.
-        ranks: in the pipeline; as many as the events name by default.
-    """
+    """Read a Timeline off events of `ranks` ranks, which may come from a real run: `Event`s, or their six values."""
     ran = sorted((Event(*event) for event in events), key=lambda event: (event.start, event.rank))
-    if not ran:
-        raise ValueError("There are no events: run at least one action.")
     ranks = ranks or 1 + max(event.rank for event in ran)
     seconds = max(event.end for event in ran) - ran[0].start
     busy = sum(event.end - event.start for event in ran)
-    in_flight = [peak_held([Action(*event[1:4]) for event in ran if event.rank == rank]) for rank in range(ranks)]
+    in_flight = [_peak_held([Action(*event[1:4]) for event in ran if event.rank == rank]) for rank in range(ranks)]
     return Timeline(ran, seconds, 1 - busy / (ranks * seconds) if seconds else 0.0, in_flight)
 
 
-def peak_held(order: Sequence[Action]) -> float:
+def _peak_held(order: Sequence[Action]) -> float:
     """The most micro-batches that a rank holds in its order: from F until W, or until B where there is no W."""
     last = "W" if any(action.kind == "W" for action in order) else "B"
     chunks = 1 + max((action.chunk for action in order), default=0)
@@ -74,20 +61,16 @@ def simulate(
     weight: float = 0.0,
     send: float = 0.0,
 ) -> Timeline:
-    """Run orders by their dependencies alone; each rank starts an action as soon as what it needs is there.
+    """Run orders by their dependencies alone: each rank starts an action as soon as what it needs is there.
 
-    A forward needs the one of the stage before, a backward that of the stage after (on the last stage: the forward), W
-    its B. Chunk c of rank r is stage c * ranks + r.
+    A wrong order is a ValueError that names the rank and its mistake: an action missing or run twice, or a deadlock.
 
     Args:
         orders: one list of actions a rank, as from `course_lib.parallel.schedules.orders`.
         forward, backward, weight: seconds of F, B and W, of one chunk. Where no order has a W, B is the whole backward and
             takes `backward` + `weight`.
-        send: seconds from the end of an action to where its result is on another rank; ranks do not wait for it to leave.
+        send: seconds from the end of an action until its result is on another rank. The sender does not wait.
     """
-    for name, value in (("forward", forward), ("backward", backward), ("weight", weight), ("send", send)):
-        if value < 0:
-            raise ValueError(f"{name}={value}: give seconds, at least 0.")
     orders = [[_read(rank, action) for action in order] for rank, order in enumerate(orders)]
     _check_complete(orders)
     ranks = len(orders)
@@ -105,11 +88,11 @@ def simulate(
             while position[rank] < len(order):
                 action = order[position[rank]]
                 stage = action.chunk * ranks + rank
-                needs = needed(action, stage, stages)
+                needs = _needs(action, stage, stages)
                 if any(need not in ends for need in needs):
                     break
-                there = (ends[need] + (send if need[2] % ranks != rank else 0.0) for need in needs)
-                start = max([free[rank], *there])
+                arrivals = (ends[need] + (send if need[2] % ranks != rank else 0.0) for need in needs)
+                start = max([free[rank], *arrivals])
                 free[rank] = ends[action.kind, action.micro_batch, stage] = start + takes[action.kind]
                 events.append(Event(rank, *action, start, free[rank]))
                 position[rank] += 1
@@ -119,7 +102,7 @@ def simulate(
     return timeline(events, ranks)
 
 
-def needed(action: Action, stage: int, stages: int) -> list[tuple[str, int, int]]:
+def _needs(action: Action, stage: int, stages: int) -> list[tuple[str, int, int]]:
     """(kind, micro-batch, stage) of what must be done before an action of `stage` can start."""
     kind, micro_batch, _ = action
     if kind == "F":
@@ -132,30 +115,26 @@ def needed(action: Action, stage: int, stages: int) -> list[tuple[str, int, int]
 
 def _read(rank: int, action: Sequence) -> Action:
     """An Action out of what somebody wrote by hand."""
-    well = isinstance(action, tuple) and len(action) in (2, 3) and action[0] in WORDS
-    if not well or not all(isinstance(number, int) and number >= 0 for number in action[1:]):
-        raise ValueError(f"rank {rank}: {action!r} is no action: write Action('F', 'B' or 'W', micro_batch, chunk).")
-    return Action(*action)
+    if isinstance(action, tuple) and len(action) in (2, 3) and action[0] in WORDS:
+        if all(isinstance(number, int) and number >= 0 for number in action[1:]):
+            return Action(*action)
+    raise ValueError(f"rank {rank}: {action!r} is no action: write Action('F', 'B' or 'W', micro_batch, chunk).")
 
 
 def _check_complete(orders: list[list[Action]]) -> None:
-    if not any(orders):
+    """Each rank runs each kind of action once for each micro-batch in each chunk."""
+    ran = [action for order in orders for action in order]
+    if not ran:
         raise ValueError("There is nothing to run: give each rank a list of actions.")
-    every = [action for order in orders for action in order]
-    kinds = "FBW" if any(action.kind == "W" for action in every) else "FB"
-    pairs = [
-        (i, c) for i in range(1 + max(a.micro_batch for a in every)) for c in range(1 + max(a.chunk for a in every))
-    ]
+    kinds = "FBW" if any(action.kind == "W" for action in ran) else "FB"
+    micro_batches, chunks = (1 + max(action[i] for action in ran) for i in (1, 2))
     for rank, order in enumerate(orders):
-        seen: set[Action] = set()
-        for action in order:
-            if action in seen:
-                raise ValueError(f"rank {rank} runs {action} twice.")
-            seen.add(action)
-        for pair in pairs:
-            for kind in kinds:
-                if (kind, *pair) not in seen:
-                    raise ValueError(f"rank {rank} never runs {Action(kind, *pair)}.")
+        times = Counter(order)
+        for kind, micro_batch, chunk in product(kinds, range(micro_batches), range(chunks)):
+            action = Action(kind, micro_batch, chunk)
+            if times[action] != 1:
+                what = f"runs {action} twice" if times[action] else f"never runs {action}"
+                raise ValueError(f"rank {rank} {what}.")
 
 
 def _deadlock(orders: list[list[Action]], position: list[int], ends: dict, stages: int) -> str:
@@ -164,10 +143,9 @@ def _deadlock(orders: list[list[Action]], position: list[int], ends: dict, stage
     for rank, order in enumerate(orders):
         if position[rank] < len(order):
             action = order[position[rank]]
-            kind, micro_batch, stage = next(
-                need for need in needed(action, action.chunk * len(orders) + rank, stages) if need not in ends
-            )
-            other, chunk = stage % len(orders), stage // len(orders)
+            needs = _needs(action, action.chunk * len(orders) + rank, stages)
+            kind, micro_batch, stage = next(need for need in needs if need not in ends)
+            chunk, other = divmod(stage, len(orders))
             stuck.append((other != rank, rank, action, other, Action(kind, micro_batch, chunk)))
     _, rank, action, other, waits = min(stuck)
     if other == rank:

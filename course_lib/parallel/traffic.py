@@ -20,28 +20,19 @@ from typing import NamedTuple
 
 from course_lib.choices import STRATEGIES, Widths, why_not_tensor_parallel
 from course_lib.memory.shapes import Shape
-from course_lib.validation import check_counts, pick
+from course_lib.validation import pick
 
 LOSS_BYTES = 4  # maxima, sums and targets' logits of the loss are fp32 whatever the model is in
 
 
 class Message(NamedTuple):
-    """Collectives, or sends, that are alike.
+    """Collectives, or sends, that are alike."""
 
-    Attributes:
-        collective: a collective of ``course_lib.collectives.links.ROUNDS``, or "send" to one other rank.
-        count: how many of them follow each other.
-        num_bytes: the payload of one, as ``course_lib.collectives.links.ring_seconds`` takes it: of an all-reduce the array, of an
-            all-gather what every rank has after it, of a reduce-scatter what every rank has before it.
-        axis: of the rank grid: "tp", "pp", "dp" or "cp".
-        every: "micro_batch", or "step" for what is sent once in an optimizer step.
-    """
-
-    collective: str
-    count: int
-    num_bytes: float
-    axis: str
-    every: str = "micro_batch"
+    collective: str  # of `course_lib.collectives.links.ROUNDS`, or "send" to one other rank
+    count: int  # how many of them follow each other
+    num_bytes: float  # payload of one, as `ring_seconds` takes it: the whole array, gathered or before it is scattered
+    axis: str  # of the rank grid: "tp", "pp", "dp" or "cp"
+    every: str = "micro_batch"  # or "step" for what is sent once in an optimizer step
 
     @property
     def total_bytes(self) -> float:
@@ -65,39 +56,31 @@ def tensor_parallel(
       loss 3 of b s numbers in fp32: the largest logit, the sum of exponentials, the target's logit.
     - Sequence parallelism makes of each all-reduce a reduce-scatter on one side and an all-gather on the other, the same
       bytes on a ring, and adds one all-reduce a step: the gradients of the 2 L + 1 norms, which saw a part of the
-      sequence each (fp32, in one piece). Not counted: Megatron's further all-gathers, 2 a layer and 1 at the output layer,
-      where the gathered input of the first matrices is not kept but gathered again in the backward pass.
+      sequence each (fp32, in one piece). Not counted: Megatron gathers the input of the first matrices again in the
+      backward pass instead of keeping it, 2 more all-gathers a layer and 1 at the output layer.
 
-    Grouped kv heads change none of this while every rank has a kv head of its own: keys and values never travel here. Where
-    `tp` is larger, ranks hold copies of kv heads and sum the copies' gradients once a step (fp32): tp / kv_heads ranks each,
-    though the message says "tp". The vocabulary's size does not matter either; it is padded where it does not divide.
+    Grouped kv heads change none of this while every rank has a kv head of its own. Where `tp` is larger, tp / kv_heads ranks
+    hold copies of a kv head and sum the copies' gradients once a step (fp32), though the message says "tp".
 
     Args:
-        shape: of the model.
-        tp: ranks; 1 sends nothing.
         micro_batch_size: sequences in one forward pass of these ranks together, b.
         seq_len: tokens a sequence, s; with context parallelism those of one context-parallel rank.
         element: bytes of an activation: 2 in bf16 and fp16, 4 in fp32.
-        sequence_parallel: as above.
     """
-    check_counts(tp=tp, micro_batch_size=micro_batch_size, seq_len=seq_len, element=element)
     widths = Widths(shape.heads, shape.kv_heads, shape.intermediate, shape.heads)  # vocabularies are padded
     if reason := why_not_tensor_parallel(widths, tp, repeat_kv_heads=True):
         raise ValueError(reason)
-    if sequence_parallel and seq_len % tp:
-        raise ValueError(f"seq_len={seq_len} does not divide over tp={tp} ranks, as sequence parallelism needs it to.")
     if tp == 1:
         return []
     states = micro_batch_size * seq_len * shape.hidden * element
     pairs = 2 * shape.layers + 1  # the embedding's g and the output layer's f make one more pair
-    sent = []
+    loss = Message("all_reduce", 3, micro_batch_size * seq_len * LOSS_BYTES, "tp")
     if sequence_parallel:
-        sent.append(Message("all_gather", 2 * pairs, states, "tp"))
-        sent.append(Message("reduce_scatter", 2 * pairs, states, "tp"))
-        sent.append(Message("all_reduce", 1, (2 * shape.layers + 1) * shape.hidden * 4, "tp", "step"))
+        _part(seq_len, tp)  # each rank's norms see one
+        norms = Message("all_reduce", 1, (2 * shape.layers + 1) * shape.hidden * 4, "tp", "step")
+        sent = [Message(kind, 2 * pairs, states, "tp") for kind in ("all_gather", "reduce_scatter")] + [norms, loss]
     else:
-        sent.append(Message("all_reduce", 2 * pairs, states, "tp"))
-    sent.append(Message("all_reduce", 3, micro_batch_size * seq_len * LOSS_BYTES, "tp"))
+        sent = [Message("all_reduce", 2 * pairs, states, "tp"), loss]
     if tp > shape.kv_heads:
         sent.append(Message("all_reduce", 2 * shape.layers, shape.head_dim * shape.hidden * 4, "tp", "step"))
     return sent
@@ -122,26 +105,13 @@ def pipeline(
     the middle sends 2 v messages for a micro-batch, and of two ranks each sends 2 v - 1. Receiving goes on at the same
     time. Not counted: the all-reduce between first and last stage of a tied embedding's gradients, once a step.
     """
-    check_counts(
-        pp=pp,
-        virtual_stages=virtual_stages,
-        micro_batch_size=micro_batch_size,
-        seq_len=seq_len,
-        tp=tp,
-        cp=cp,
-        element=element,
-    )
     if pp * virtual_stages > shape.layers:
-        raise ValueError(
-            f"{shape.layers} layers do not fill pp={pp} x virtual_stages={virtual_stages} stages: take fewer."
-        )
-    parts = cp * (tp if sequence_parallel else 1)
-    if seq_len % parts:
-        raise ValueError(f"seq_len={seq_len} does not divide into {parts} parts: take a multiple of {parts} tokens.")
+        raise ValueError(f"{shape.layers} layers do not fill pp={pp} x virtual_stages={virtual_stages} stages.")
+    tokens = _part(seq_len, cp * (tp if sequence_parallel else 1))
     if pp == 1:
         return []
     count = 2 * virtual_stages if pp > 2 else 2 * virtual_stages - 1
-    return [Message("send", count, micro_batch_size * (seq_len // parts) * shape.hidden * element, "pp")]
+    return [Message("send", count, micro_batch_size * tokens * shape.hidden * element, "pp")]
 
 
 def data_parallel(
@@ -153,39 +123,28 @@ def data_parallel(
     grad_element: int = 4,
     activation_checkpointing: bool = False,
 ) -> list[Message]:
-    """Copies of the model, or shards of one, over `dp` ranks; N parameters.
+    """Copies of the model, or shards of one, over `dp` ranks; N parameters on each rank of the other axes.
 
     - "ddp": an all-reduce of N gradients a step (buckets do not change the bytes).
     - "zero1": a reduce-scatter of N gradients and an all-gather of N parameters a step: the same bytes on a ring.
     - "zero2": the same, but gradients are scattered with every micro-batch, for no rank keeps them whole.
     - "zero3", "fsdp": with every micro-batch parameters are gathered for the forward pass and again for the backward
-      pass, and gradients scattered. `activation_checkpointing` has ZeRO-3 gather a third time, for the pass that is computed again
-      (ZeRO-Infinity, arXiv:2104.07857, section 4.1); FSDP2 computes it again inside the backward pass's gathering.
+      pass, and gradients scattered. With `activation_checkpointing` ZeRO-3 gathers a third time, for the pass that is
+      computed again (ZeRO-Infinity, arXiv:2104.07857, section 4.1); FSDP2 computes it inside the backward pass's gathering.
 
-    Args:
-        num_parameters: N: those of one rank of the tensor- and pipeline-parallel grid.
-        element: bytes of a parameter as it travels.
-        grad_element: bytes of a gradient as it travels.
+    `element` and `grad_element` are bytes of a parameter and of a gradient as they travel.
     """
-    check_counts(dp=dp, element=element, grad_element=grad_element)
     pick("strategy", strategy, [name for name in STRATEGIES if name != "single"])
-    if not num_parameters > 0:
-        raise ValueError(f"num_parameters={num_parameters!r}: give a number above 0.")
     if dp == 1:
         return []
     parameters, gradients = num_parameters * element, num_parameters * grad_element
     if strategy == "ddp":
         return [Message("all_reduce", 1, gradients, "dp", "step")]
-    if strategy == "zero1":
-        scattered = Message("reduce_scatter", 1, gradients, "dp", "step")
+    scattered = Message("reduce_scatter", 1, gradients, "dp", "step" if strategy == "zero1" else "micro_batch")
+    if strategy in ("zero1", "zero2"):
         return [scattered, Message("all_gather", 1, parameters, "dp", "step")]
-    scattered = Message("reduce_scatter", 1, gradients, "dp")
-    if strategy == "zero2":
-        return [scattered, Message("all_gather", 1, parameters, "dp", "step")]
-    return [
-        Message("all_gather", 3 if activation_checkpointing and strategy == "zero3" else 2, parameters, "dp"),
-        scattered,
-    ]
+    gathers = 3 if activation_checkpointing and strategy == "zero3" else 2
+    return [Message("all_gather", gathers, parameters, "dp"), scattered]
 
 
 def context_parallel(
@@ -193,21 +152,22 @@ def context_parallel(
 ) -> list[Message]:
     """Splitting the sequence over `cp` ranks, attention too: keys and values go round a ring (arXiv:2310.01889).
 
-    A message is a rank's keys and values of one layer, 2 b (s / cp) (k / tp) e bytes: grouped kv heads make it
-    heads / kv_heads times smaller. Forward they are handed on cp - 1 times a layer, backward again, and their gradients
-    cp times, once more to come home: (3 cp - 2) L sends. (Llama 3, arXiv:2407.21783, gathers keys and values in one
-    all-gather a layer instead: the same bytes forward.) The gradients of the parameters are summed with data
+    A message is a rank's keys and values of one layer, 2 b (s / cp) (k / tp) e bytes, s tokens of the whole sequence; of
+    kv heads a rank holds at least one. Forward they are handed on cp - 1 times a layer, backward again, and their
+    gradients cp times, once more to come home: (3 cp - 2) L sends. (Llama 3, arXiv:2407.21783, gathers keys and values in
+    one all-gather a layer instead: the same bytes forward.) The gradients of the parameters are summed with data
     parallelism's: count dp x cp ranks there.
-
-    Args:
-        seq_len: tokens of the whole sequence, s.
-        tp: tensor-parallel ranks, which hold kv_heads / tp kv heads each, and one at least.
     """
-    check_counts(cp=cp, micro_batch_size=micro_batch_size, seq_len=seq_len, tp=tp, element=element)
-    if seq_len % cp:
-        raise ValueError(f"seq_len={seq_len} does not divide over cp={cp} ranks: take a multiple of {cp} tokens.")
+    tokens = _part(seq_len, cp)
     if cp == 1:
         return []
     heads = max(shape.kv_heads // tp, 1)
-    size = 2 * micro_batch_size * (seq_len // cp) * heads * shape.head_dim * element
+    size = 2 * micro_batch_size * tokens * heads * shape.head_dim * element
     return [Message("send", (3 * cp - 2) * shape.layers, size, "cp")]
+
+
+def _part(seq_len: int, parts: int) -> int:
+    """Tokens of one rank's part of a sequence."""
+    if seq_len % parts:
+        raise ValueError(f"seq_len={seq_len} does not divide into {parts} parts: take a multiple of {parts} tokens.")
+    return seq_len // parts

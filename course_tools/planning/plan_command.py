@@ -178,14 +178,36 @@ def _line(row: Sequence[str], shown: Sequence[int], widths: dict[int, int]) -> s
 
 
 def _offer(answer: Answer, given: argparse.Namespace) -> list[str]:
-    """What could be written next."""
-    can = targets_of(answer.best, base_model=given.base_model)
-    if not can:
-        return [f"No target writes plan 1. {why_not(answer.best, 'torchrun')}"]
-    can = sorted(can, key=lambda target: target not in ("torchrun", "axolotl"))  # these start a training as they are
-    return [
-        f"Write plan 1: the same with --write {can[0]} --out DIR" + (f" (or {', '.join(can[1:])})" if can[1:] else "")
-    ]
+    """What could be written next: the best plan that some target can run, and why none runs plan 1 where none does."""
+    lines: list[str] = []
+    for number, one in enumerate(answer.plans, 1):
+        can = sorted(targets_of(one, base_model=given.base_model), key=lambda target: target != "axolotl")
+        if can:  # Axolotl first: it starts a training as it is
+            more = f" (or {', '.join(can[1:])})" if can[1:] else ""
+            return [*lines, f"Write plan {number}: the same with --write {can[0]} --out DIR{more}"]
+        if number == 1:  # and it reaches furthest: what it cannot do is what stands in the way
+            lines = [
+                f"No target writes plan 1. {why_not(one, 'axolotl', base_model=given.base_model)}",
+                *_megatron(one),
+            ]
+    return lines
+
+
+def _megatron(best: Plan) -> list[str]:
+    """The plan's grid and batch as words for Megatron-LM's pretrain_gpt.py, where it can run the plan."""
+    if best.method != "full" or best.strategy not in ("single", "ddp", "zero1") or best.offload != "none":
+        return []
+    words = {
+        "tensor-model-parallel-size": best.tp,
+        "pipeline-model-parallel-size": best.pp,
+        "context-parallel-size": best.cp,
+        "num-virtual-stages-per-pipeline-rank": best.virtual_stages,
+    }
+    line = [f"--{name} {value}" for name, value in words.items() if value > 1]
+    line += ["--sequence-parallel"] if best.sequence_parallel else []
+    line += ["--use-distributed-optimizer"] if best.strategy == "zero1" else []
+    line += [f"--micro-batch-size {best.micro_batch_size} --global-batch-size {best.global_batch}"]
+    return [f"Megatron-LM takes its grid and batch as {' '.join(line)}"]
 
 
 def _written(answer: Answer, given: argparse.Namespace) -> list[str]:

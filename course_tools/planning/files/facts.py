@@ -112,21 +112,6 @@ def zero_stage(plan: Plan) -> int:
     return STRATEGIES[plan.strategy].zero_stage
 
 
-def megatron(plan: Plan) -> str:
-    """What Megatron-LM calls the plan's grid and batch: words for its pretrain_gpt.py."""
-    words = {
-        "tensor-model-parallel-size": plan.tp,
-        "pipeline-model-parallel-size": plan.pp,
-        "context-parallel-size": plan.cp,
-        "num-virtual-stages-per-pipeline-rank": plan.virtual_stages,
-    }
-    line = [f"--{name} {value}" for name, value in words.items() if value > 1]
-    line += ["--sequence-parallel"] if plan.sequence_parallel else []
-    line += ["--use-distributed-optimizer"] if zero_stage(plan) else []
-    line += [f"--micro-batch-size {plan.micro_batch_size} --global-batch-size {plan.global_batch}"]
-    return " ".join(line)
-
-
 def about(plan: Plan) -> list[str]:
     """The plan in a few lines, for the top of a file."""
     return [

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from course_lib.choices import AXES
 from course_lib.validation import pick
-from course_tools.planning.files import accelerate, axolotl, deepspeed, fsdp, torchrun
+from course_tools.planning.files import accelerate, axolotl, deepspeed, fsdp
 from course_tools.planning.files.facts import Refused, refuse_combination
 
 if TYPE_CHECKING:
     from course_tools.planning import Plan
 
 _MODULES: dict[str, ModuleType] = {
-    "torchrun": torchrun,
     "accelerate": accelerate,
     "deepspeed": deepspeed,
     "fsdp": fsdp,

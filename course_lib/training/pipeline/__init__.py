@@ -1,1 +1,0 @@
-"""Pipeline parallelism by torch.distributed.pipelining and by hand."""

@@ -1,1 +1,0 @@
-"""Context parallelism (ring attention) and expert parallelism."""

@@ -1,1 +1,0 @@
-"""Tensor parallelism by hand, by DTensor, and by Megatron-core."""
