@@ -19,39 +19,39 @@ ROOMS = {
         2300,
     ),  # how a rank ends, also as its notebook ends: 105 lines, emulated GPUs came from training
     "course_lib/observe": (
-        2117,
+        2190,
         1150,
-    ),  # a step's units, memory snapshots, an all-to-all's formula, a rank's pages and copies on the host
+    ),  # a step's units, memory snapshots, an all-to-all's formula, a rank's pages and copies on the host; when pipeline stages run came from training
     "course_lib/collectives": (392, 392),
     "course_lib/memory": (2896, 2300),  # DeepSpeed's bf16 master copies; each moment of FSDP2's step
-    "course_lib/parallel": (668, 550),  # when a bucket travels, by arithmetic
+    "course_lib/parallel": (523, 523),  # when a bucket travels, by arithmetic
     "course_lib/models": (759, 400),  # the Llama of any widths and the batches of answers came from training
-    "course_lib/training": (3865, 1200),
+    "course_lib/training": (2116, 1200),
     "course_lib/checkpoints": (461, 400),
     "course_lib/notebook": (
-        1657,
+        1577,
         600,
     ),  # every cell says that it runs, the map is a page of cards, buckets, stages and all-reduces have sliders, and a recorded step a player
-    "course_lib/figures": (1782, 950),  # a figure becomes a compact SVG; gigabytes
+    "course_lib/figures": (1505, 950),  # a figure becomes a compact SVG; gigabytes
     "course_lib/on_cpu": (151, 500),  # NF4 came from training, and keeps bitsandbytes quiet
     "course_lib": (600, 300),  # a lesson's opening picture in Colab
-    "course_tools/planning": (3688, 2500),  # a ZeRO plan's script brings its JSON
+    "course_tools/planning": (3307, 2500),  # a ZeRO plan's script brings its JSON
     "course_tools/axolotl": (3089, 2000),  # a notebook needs no remark that it waits
     "course_tools/clusters": (1090, 600),
     "course_tools/conversion": (1022, 700),
     "course_tools/monitoring": (744, 450),
-    "course_tools/doctor": (718, 450),
+    "course_tools/doctor": (717, 450),
     "course_tools": (151, 150),  # where to go on, and the notebook there
     "course_checks/harness": (1211, 700),  # clauses and hints; what labs share came from labs 3 to 6
     "course_checks": (9561, 3850),  # labs 4 to 6 run on ranks; a norm before clipping
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (2049, 1300),
     "tests": (
-        14564,
+        14057,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces
     "benchmarks": (
-        2350,
+        2347,
         1000,
     ),  # 8-bit optimizers came from training; a thousand are what a GPU is asked, a hundred each instrument beside a second one
     "site": (469, 450),

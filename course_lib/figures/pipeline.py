@@ -47,7 +47,7 @@ def _legend(events: Iterable[Any]) -> dict[str, Any]:
     shown = {event.kind for event in events}
     entries = {text: patch(colour, hatch, "black") for kind, (colour, hatch, text) in KINDS.items() if kind in shown}
     if any(event.chunk for event in events):
-        entries["chunk 1: paler"] = patch(_pale(COLOURS[4]), edge="black")
+        entries["every second virtual stage"] = patch(_pale(COLOURS[4]), edge="black")
     return entries | {"idle": patch(IDLE, linewidth=0)}
 
 

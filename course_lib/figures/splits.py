@@ -17,7 +17,7 @@ SENT = COLOURS[3]  # where ranks talk to each other
 def column_then_row() -> Picture:
     """An MLP's two matrices, the first cut by columns and the second by rows: a line per rank, with what is sent, and where."""
     ranks = 2
-    title = "One MLP, cut over ranks"
+    title = "One MLP, cut over two ranks"
     figure, axis = diagram(8.6, 1.5 + 1.15 * ranks, title)
     cut = 1 / ranks
     for rank in range(ranks):
@@ -47,7 +47,7 @@ def column_then_row() -> Picture:
         3.4 + 0.8 * cut: f"h × m/{ranks}",
         4.8 + 0.8 * cut: f"act(X A): s × m/{ranks}",
         6.55: f"m/{ranks} × h",
-        7.9: "summand of Z",
+        7.9: "partial sum of Z",
     }
     for x, shape in shapes.items():
         axis.text(x, -0.25, shape, ha="center", va="top", fontsize=8.5)
@@ -55,7 +55,7 @@ def column_then_row() -> Picture:
     return picture(
         figure,
         f"{title}: {ranks} ranks, a line each. A rank multiplies X by its columns of A, applies the activation, and "
-        f"multiplies that by its rows of B, which gives a summand of Z; between the two nothing is sent. Before A, at f: "
+        f"multiplies that by its rows of B, which gives a partial sum of Z; between the two nothing is sent. Before A, at f: "
         f"forward nothing, backward all-reduce. After B, at g: forward all-reduce, backward nothing.",
     )
 

@@ -38,7 +38,7 @@ def split(blocks: list[Any], mesh: DeviceMesh, one_f: bool = True) -> None:
     plan = {f"self_attn.{name}_proj": column for name in "qkv"} | {"self_attn.o_proj": row}
     plan |= {"mlp.gate_proj": column, "mlp.up_proj": column, "mlp.down_proj": row}
     if one_f:  # the input becomes a DTensor once, for all the matrices that read it
-        keyword = {"hidden_states": whole}
+        keyword = {"hidden_states": whole}  # as transformers passes it to attention; to the MLP by position
         plan["self_attn"] = PrepareModuleInput(input_kwarg_layouts=keyword, desired_input_kwarg_layouts=keyword)
         plan["mlp"] = PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)
     for block in blocks:

@@ -52,8 +52,7 @@ def examine() -> Iterator[Finding]:
 def _installed() -> list[Callable[[], Finding]]:
     """Return checks of packages that only have to be installed."""
     wanted = (
-        ("axolotl", "Lesson 7 and one table of lesson 8"),
-        ("megatron-core", "One cell of lesson 8"),
+        ("axolotl", "Lesson 7"),
         ("accelerate", "Lesson 4"),
     )
     return [
