@@ -53,8 +53,8 @@ def one_thread():
 def launch_leftovers(folder: str) -> list[str]:
     """Descendants of this process, other than the warm server and the tracker, and whatever lies in the folder.
 
-    What may stay: Python's own folder for its server's socket, pytest's for tmp_path, PyTorch's cache of compiled code, and
-    the folder of logs that torchrun makes and never removes.
+    What may stay: Python's own folder for its server's socket, pytest's for tmp_path, PyTorch's cache of compiled code,
+    torchrun's logs, which it never removes, and the folders that wandb makes when it is imported and removes at exit.
     """
     servers = {
         multiprocessing.forkserver._forkserver._forkserver_pid,
@@ -62,7 +62,8 @@ def launch_leftovers(folder: str) -> list[str]:
     }
     left = [str(p) for p in psutil.Process().children(recursive=True) if p.pid not in servers]
     may_stay = ("pymp-", "pytest-", "torchinductor_", "torchelastic_")
-    return left + [path for path in glob.glob(f"{folder}/*") if not os.path.basename(path).startswith(may_stay)]
+    names = [os.path.basename(path) for path in glob.glob(f"{folder}/*")]
+    return left + [name for name in names if not name.startswith(may_stay) and "wandb-" not in name]
 
 
 @pytest.fixture

@@ -13,7 +13,9 @@ import pytest
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not find the tests
 
 NEEDS_TRITON = "megatron.core.transformer.moe.ops.paged_stash"
-needs_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="Megatron-core is not installed")
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="Megatron-core is not installed"
+)
 
 
 def megatron_core() -> ModuleType:

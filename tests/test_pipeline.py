@@ -66,7 +66,9 @@ def test_ranks_keep_activations_of_the_micro_batches_in_flight(runs):
     kept = {name: [o.memory["activations"] for o in runs.outcomes(4, name)] for name in LAUNCHES[4]}
     for rank in range(3):  # the last one's head keeps logits besides
         assert kept["gpipe"][rank] / kept["1f1b"][rank] == pytest.approx(8 / (4 - rank), rel=0.02), rank
-        assert kept["interleaved"][rank] / kept["1f1b"][rank] == pytest.approx((5.5 - rank) / (4 - rank), rel=0.03), rank
+        assert kept["interleaved"][rank] / kept["1f1b"][rank] == pytest.approx((5.5 - rank) / (4 - rank), rel=0.03), (
+            rank
+        )
 
 
 def test_each_layer_lies_on_one_stage():

@@ -35,7 +35,9 @@ class LlamaStage(torch.nn.Module):
         super().__init__()
         inner, (share, more) = model.model, divmod(len(model.model.layers), stages)
         if not share:
-            raise ValueError(f"{len(inner.layers)} layers are fewer than the {stages} stages: take at least one for each.")
+            raise ValueError(
+                f"{len(inner.layers)} layers are fewer than the {stages} stages: take at least one for each."
+            )
         start = index * share + min(index, more)
         self.config, self.numbers = model.config, range(start, start + share + (index < more))
         self.embed_tokens = inner.embed_tokens if index == 0 else None

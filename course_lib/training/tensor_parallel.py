@@ -45,9 +45,7 @@ def split(blocks: list[Any], mesh: DeviceMesh, one_f: bool = True) -> None:
         parallelize_module(block, mesh, plan)
 
 
-def train(
-    split: Callable[..., None] = split, steps: int = 20, global_batch: int = 8, seq_len: int = 128
-) -> Outcome:
+def train(split: Callable[..., None] = split, steps: int = 20, global_batch: int = 8, seq_len: int = 128) -> Outcome:
     """Train the tiny Llama, its blocks split over all ranks; the default process group must be up.
 
     Args:
