@@ -26,13 +26,13 @@ ROOMS = {
     "course_lib/memory": (2896, 2300),  # DeepSpeed's bf16 master copies; each moment of FSDP2's step
     "course_lib/parallel": (523, 523),  # when a bucket travels, by arithmetic
     "course_lib/models": (759, 400),  # the Llama of any widths and the batches of answers came from training
-    "course_lib/training": (2116, 1200),
+    "course_lib/training": (2078, 1200),
     "course_lib/checkpoints": (461, 400),
     "course_lib/notebook": (
         1577,
         600,
     ),  # every cell says that it runs, the map is a page of cards, buckets, stages and all-reduces have sliders, and a recorded step a player
-    "course_lib/figures": (1505, 950),  # a figure becomes a compact SVG; gigabytes
+    "course_lib/figures": (1510, 950),  # a figure becomes a compact SVG; gigabytes
     "course_lib/on_cpu": (151, 500),  # NF4 came from training, and keeps bitsandbytes quiet
     "course_lib": (600, 300),  # a lesson's opening picture in Colab
     "course_tools/planning": (3307, 2500),  # a ZeRO plan's script brings its JSON
@@ -43,7 +43,7 @@ ROOMS = {
     "course_tools/doctor": (717, 450),
     "course_tools": (151, 150),  # where to go on, and the notebook there
     "course_checks/harness": (1211, 700),  # clauses and hints; what labs share came from labs 3 to 6
-    "course_checks": (9561, 3850),  # labs 4 to 6 run on ranks; a norm before clipping
+    "course_checks": (9565, 3850),  # labs 4 to 6 run on ranks; a norm before clipping
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (2049, 1300),
     "tests": (

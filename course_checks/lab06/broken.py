@@ -27,11 +27,10 @@ from course_checks.harness import (
     returned,
     run_ranks,
 )
-from course_checks.lab06.common import lab, rows_bytes, tied_llama
+from course_checks.lab06.common import lab, local, rows_bytes, tied_llama
 from course_lib.notebook import table
 from course_lib.notebook.page import Page
 from course_lib.observe.memory import SavedForBackward
-from course_lib.training.gradients import local
 from course_lib.units import nice_bytes
 
 ROWS, LENGTH, OPTIONS = 12, 24, {"lr": 0.01, "weight_decay": 0.1}

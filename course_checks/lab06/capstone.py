@@ -22,10 +22,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from course_checks.harness import Contract, NotYet, fresh_seed, scripts
-from course_checks.lab06.common import chunk_rows, lab
+from course_checks.lab06.common import chunk_rows, lab, local
 from course_lib.launch import RankFailed
 from course_lib.notebook.contents import ROOT
-from course_lib.training.gradients import local
 
 ONE_GPU = ROOT / "labs" / "06_fsdp" / "one_gpu.py"
 BATCH, STEPS, SAVE_EVERY, BLOCKS, MAX_NORM = 12, 16, 5, 2, 1.15

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from course_checks.harness import Lab
 
 lab = Lab("06_fsdp", title="FSDP")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor lies on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def chunk_rows(rows: int, ranks: int, rank: int) -> range:

@@ -35,13 +35,18 @@ def column_then_row() -> Picture:
             axis.text(x, y + 0.6, sign, ha="center", va="center", fontsize=12)
         for x in (0.85, 1.65, 8.35, 9.15):
             axis.annotate("", (x + 0.4, y + 0.6), (x, y + 0.6), arrowprops={"arrowstyle": "->", "linewidth": 1.2})
+        back = {"arrowstyle": "->", "linewidth": 1.2, "linestyle": "--", "color": "#555555"}
+        axis.annotate("", (0.3, y - 0.12), (10.1, y - 0.12), arrowprops=back, zorder=1)
+        axis.text(
+            5.1, y - 0.14, "gradients", ha="center", va="center", fontsize=8, color="#555555", bbox=ON_WHITE, zorder=2
+        )
     top = (ranks - 1) * 1.7 + 1.2
     for x, name, forward, backward in ((1.45, "f", "nothing", "all-reduce"), (8.95, "g", "all-reduce", "nothing")):
         sends = forward != "nothing"
-        box(axis, x - 0.16, -0.1, 0.32, top + 0.2, SENT if sends else "white", edgecolor=SENT, linewidth=2)
+        box(axis, x - 0.16, -0.25, 0.32, top + 0.35, SENT if sends else "white", edgecolor=SENT, linewidth=2)
         colour = "white" if sends else "black"
         axis.text(x, top / 2, name, ha="center", va="center", fontsize=12, weight="bold", color=colour)
-        axis.text(x, -0.6, f"forward: {forward}\nbackward: {backward}", ha="center", va="top", fontsize=8.5)
+        axis.text(x, -0.75, f"forward: {forward}\nbackward: {backward}", ha="center", va="top", fontsize=8.5)
     shapes = {
         2.5: "s × h",
         3.4 + 0.8 * cut: f"h × m/{ranks}",
@@ -50,8 +55,8 @@ def column_then_row() -> Picture:
         7.9: "partial sum of Z",
     }
     for x, shape in shapes.items():
-        axis.text(x, -0.25, shape, ha="center", va="top", fontsize=8.5)
-    axis.set(xlim=(-1.3, 10.6), ylim=(-1.3, top + 0.2))
+        axis.text(x, -0.38, shape, ha="center", va="top", fontsize=8.5)
+    axis.set(xlim=(-1.3, 10.6), ylim=(-1.45, top + 0.2))
     return picture(
         figure,
         f"{title}: {ranks} ranks, a line each. A rank multiplies X by its columns of A, applies the activation, and "

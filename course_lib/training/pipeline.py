@@ -91,12 +91,12 @@ def train(
     parts = torch.nn.ModuleList(LlamaStage(model, i, count) for i in mine).to(device)
     optimizer = torch.optim.AdamW(parts.parameters(), lr=1e-3)
     stages = [PipelineStage(part, i, count, device) for part, i in zip(parts, mine, strict=True)]
-    recorder = StageRecorder(stages, pace)  # only for the picture
+    recorder = StageRecorder(stages, pace)  # for the picture, and the pace
     pipeline = schedule(stages if virtual_stages > 1 else stages[0], num_microbatches, loss_fn=token_loss)
     observation, losses = observe(parts, optimizer), []
     for step in range(steps):
         batch = sample_batch(step, global_batch=global_batch, seq_len=seq_len).to(device)
-        inputs, parted = (batch,) if rank == 0 else (), []
+        parted, inputs = [], [batch] if rank == 0 else []
         targets = {"target": batch, "losses": parted} if rank == ranks - 1 else {}
         with observation.step(tokens=batch.numel()):
             pipeline.step(*inputs, **targets)  # all forwards and backwards, with their sends and receives

@@ -80,7 +80,7 @@ def train(
     for step in range(steps):
         place = {"rank": mesh.get_local_rank("dp"), "world_size": dp}  # ranks along "tp" and "pp" share a batch
         batch = sample_batch(step, global_batch=global_batch, seq_len=seq_len, **place).to(device)
-        inputs, parted = (batch,) if stage.is_first else (), []
+        parted, inputs = [], [batch] if stage.is_first else []
         targets = {"target": batch, "losses": parted} if stage.is_last else {}
         with observation.step(tokens=batch.numel()):
             pipeline.step(*inputs, **targets)
