@@ -19,20 +19,20 @@ ROOMS = {
         2300,
     ),  # how a rank ends, also as its notebook ends: 105 lines, emulated GPUs came from training
     "course_lib/observe": (
-        2190,
+        2188,
         1150,
     ),  # a step's units, memory snapshots, an all-to-all's formula, a rank's pages and copies on the host; when pipeline stages run came from training
     "course_lib/collectives": (392, 392),
     "course_lib/memory": (2896, 2300),  # DeepSpeed's bf16 master copies; each moment of FSDP2's step
     "course_lib/parallel": (523, 523),  # when a bucket travels, by arithmetic
     "course_lib/models": (759, 400),  # the Llama of any widths and the batches of answers came from training
-    "course_lib/training": (2078, 1200),
+    "course_lib/training": (2082, 1200),
     "course_lib/checkpoints": (461, 400),
     "course_lib/notebook": (
         1577,
         600,
     ),  # every cell says that it runs, the map is a page of cards, buckets, stages and all-reduces have sliders, and a recorded step a player
-    "course_lib/figures": (1510, 950),  # a figure becomes a compact SVG; gigabytes
+    "course_lib/figures": (1492, 950),  # a figure becomes a compact SVG; gigabytes
     "course_lib/on_cpu": (151, 500),  # NF4 came from training, and keeps bitsandbytes quiet
     "course_lib": (600, 300),  # a lesson's opening picture in Colab
     "course_tools/planning": (3307, 2500),  # a ZeRO plan's script brings its JSON
@@ -47,9 +47,9 @@ ROOMS = {
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (2049, 1300),
     "tests": (
-        14062,
+        14102,
         9700,
-    ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces
+    ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces; a pace, unequal shares
     "benchmarks": (
         2347,
         1000,

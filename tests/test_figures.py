@@ -98,7 +98,6 @@ CURVE_BY_SIZE = Curve(4, POINTS, {"backend": "gloo"})
 DRAWINGS = [
     partial(figures.losses, {f"run {i}": [5.0 - i / 10, 4.0] for i in range(9)}),
     partial(figures.timeline, [ddp_step(), ddp_step(0.001)], title="One DDP step", names=["one", "the other"]),
-    partial(figures.bars, dict(zip("abcdef", range(1, 7), strict=True)), ylabel="bytes", title="Six"),
     partial(figures.fitted_curve, CURVE_BY_SIZE, CURVE_BY_SIZE.fit(), held_out=[2**14]),
     partial(links.seconds_by_size, [2**10, 2**20], {"ring": [2.0, 3.0], "tree": [1.0, 9.0]}, title="Ways"),
     partial(figures.step_memory, step_timeline("smollm2-135m"), title="A step"),

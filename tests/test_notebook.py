@@ -95,10 +95,10 @@ def test_the_schedule_explorer_answers_also_where_a_choice_does_not_fit():
     assert widget._repr_mimebundle_()["text/html"] == shown.value and "alt=" in shown.value
     for settings, expected in (
         ({"stages": 8, "micro-batches": 32}, "17.9% of the time"),
-        ({"schedule": "interleaved", "virtual stages": 4}, "5.2% of the time"),
+        ({"schedule": "interleaved 1F1B", "virtual stages": 4}, "5.2% of the time"),
         ({}, "9.75 micro-batches"),
         ({"micro-batches": 12}, "Does not fit"),
-        ({"schedule": "zero_bubble"}, "16.3% of the time"),
+        ({"schedule": "zero bubble (ZB-H1)"}, "16.3% of the time"),
     ):
         for name, value in settings.items():
             chosen[name].value = value

@@ -281,3 +281,12 @@ def test_the_spans_of_a_ddp_step():
         assert reduces[0].start < backward[-1].end, "the first bucket travels while the layers below it compute"
     (from_0, _, to_0), (from_1, _, to_1) = run.results
     assert max(from_0, from_1) < min(to_0, to_1), "both ranks on one clock"
+
+
+def test_a_product_s_flops_are_those_that_pytorch_counts(monkeypatch):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    monkeypatch.setattr("course_lib.launch.rank_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(steps.time, "perf_counter", itertools.count().__next__)  # so each product takes a second
+    with FlopCounterMode(display=False) as counter:
+        assert steps.product_flops(size=8, repeats=3) == counter.get_total_flops() / 3

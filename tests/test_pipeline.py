@@ -7,8 +7,10 @@ import sys
 import cloudpickle
 import pytest
 from parity import Runs, assert_same_training, one_rank
+from refusals import assert_refused
 from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
+from course_lib.launch import launch
 from course_lib.models import tiny_llama
 from course_lib.parallel.schedules import Action, orders
 from course_lib.training.pipeline import LlamaStage, train
@@ -26,6 +28,7 @@ LAUNCHES = {
         "gpipe": dict(schedule=ScheduleGPipe, num_microbatches=1, optimizer="sgd"),
         "1f1b": dict(layers=3, num_microbatches=4, optimizer="sgd"),
         "zero_bubble": dict(schedule=ScheduleInterleavedZeroBubble, virtual_stages=2, layers=4, num_microbatches=4),
+        "paced": dict(layers=2, num_microbatches=2, steps=2, pace=0.02),
     },
 }
 
@@ -38,14 +41,16 @@ def runs(private_tmp):
 def test_ranks_train_as_one_does(runs):
     for ranks, name, how, outcomes in runs.every():
         net = tiny_llama(layers=how["layers"])
-        losses, _ = one_rank(net, steps=3, global_batch=8, seq_len=16, optimizer=how.get("optimizer", "adamw"))
+        losses, _ = one_rank(
+            net, steps=how["steps"], global_batch=8, seq_len=16, optimizer=how.get("optimizer", "adamw")
+        )
         assert_same_training(outcomes, losses, f"{ranks}: {name}")
 
 
 def test_each_rank_runs_what_the_schedule_says_when_it_can(runs):
     for ranks, name, how, outcomes in runs.every():
-        if name == "zero_bubble":
-            continue  # interleaved, which `orders` does not have
+        if name in ("zero_bubble", "paced"):
+            continue  # the first is interleaved, which `orders` does not have
         ran = outcomes[0].extra["timeline"]
         for rank, order in enumerate(orders(name, ranks, how["num_microbatches"], how.get("virtual_stages", 1))):
             assert [Action(*event[1:4]) for event in ran.events if event.rank == rank] == order, (ranks, name, rank)
@@ -60,6 +65,13 @@ def test_each_rank_runs_what_the_schedule_says_when_it_can(runs):
 def test_a_split_backward_is_recorded_in_two_parts(runs):
     kinds = [event.kind for event in runs.outcomes(2, "zero_bubble")[0].extra["timeline"].events]
     assert {kind: kinds.count(kind) for kind in "FBW"} == dict.fromkeys("FBW", 2 * 2 * 4)
+
+
+def test_a_pace_makes_a_backward_last_at_least_twice_a_forward(runs):
+    seconds = {"F": [], "B": []}
+    for event in runs.outcomes(2, "paced")[0].extra["timeline"].events:
+        seconds[event.kind].append(event.end - event.start)
+    assert min(seconds["F"]) >= 0.02 and min(seconds["B"]) >= 0.04 and len(seconds["B"]) == 4
 
 
 def test_ranks_keep_activations_of_the_micro_batches_in_flight(runs):
@@ -81,3 +93,12 @@ def test_each_layer_lies_on_one_stage():
     assert sum(p.numel() for stage in cut(8, 3) for p in stage.parameters()) == whole
     with pytest.raises(ValueError, match="2 layers"):
         cut(2, 3)
+
+
+def refuse():
+    wrong = {"global_batch=9": dict(global_batch=9), "3 micro-batches": dict(num_microbatches=3), "=0": dict(steps=0)}
+    assert_refused([(lambda how=how: train(**SIZES | how), ValueError, word) for word, how in wrong.items()])
+
+
+def test_unequal_micro_batches_are_refused(private_tmp):
+    launch(refuse, ranks=2, quiet=True)

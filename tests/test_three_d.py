@@ -8,6 +8,7 @@ import cloudpickle
 import pytest
 import torch
 from parity import Runs, assert_same_training, off_by, one_rank
+from refusals import assert_refused
 
 from course_lib.launch import RankFailed, launch
 from course_lib.models import tiny_llama
@@ -63,6 +64,16 @@ def test_each_axis_carries_its_own_traffic(runs):
         gathered = sum(size for kind, size, group in calls if (kind, group) == ("all_gather", dp))
         assert gathered == 4 * runs.outcomes(8, "all")[rank].extra["local_elements"]  # once a step, its own shard
         assert ("reduce_scatter", dp) in {(kind, group) for kind, _, group in calls}
+
+
+def refuse():
+    one = dict(pp=1, tp=1)
+    wrong = {"global_batch=9": one | dict(global_batch=9), "global_batch=6": one | dict(global_batch=6)}
+    assert_refused([(lambda how=how: three_d.train(**SIZES | how), ValueError, word) for word, how in wrong.items()])
+
+
+def test_unequal_shares_are_refused(private_tmp):
+    launch(refuse, ranks=2, quiet=True)
 
 
 def library_clip(parameters, mesh, max_norm):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from course_lib.figures.style import COLOURS, HATCHES, in_turn, legend_below, line_style, new_figure, patch, picture
+from course_lib.figures.style import COLOURS, legend_below, line_style, new_figure, patch, picture
 from course_lib.observe.trace import joined
-from course_lib.units import nice_number
 
 if TYPE_CHECKING:
     from course_lib.figures.style import Picture
@@ -73,19 +72,3 @@ def timeline(
         for name, count, end in zip(names, counts, ends, strict=True)
     )
     return picture(figure, f"{title}, as a timeline of computing with the collectives below it: {lanes}.")
-
-
-def bars(values: Mapping[str, float], *, ylabel: str, title: str) -> Picture:
-    """One labelled bar per name, with its figure on top."""
-    if not values:
-        raise ValueError("There is no bar to draw: give at least one name and value.")
-    figure, (axis,) = new_figure(height=3.0)
-    drawn = axis.bar(list(values), list(values.values()), color=[COLOURS[i % 7] for i in range(len(values))], width=0.6)
-    for i, bar in enumerate(drawn):
-        bar.set_hatch(in_turn(HATCHES, i))
-        bar.set_edgecolor("white")
-    axis.bar_label(drawn, labels=[nice_number(v) for v in values.values()], padding=2)
-    axis.set(ylabel=ylabel, title=title)
-    axis.margins(y=0.15)
-    values = ", ".join(f"{name} {nice_number(value)}" for name, value in values.items())
-    return picture(figure, f"{title}; {ylabel}: {values}.")

@@ -19,7 +19,7 @@ class StageRecorder:
     """
 
     def __init__(self, stages: Sequence[Any], pace: float = 0.0) -> None:
-        self.pace, self.events, self._seen = pace, [], set()
+        self.pace, self.events = pace, []
         for chunk, stage in enumerate(stages):
             for kind, name in (("F", "forward"), ("B", "backward"), ("W", "backward_weight")):
                 setattr(stage, f"{name}_one_chunk", self._timed(getattr(stage, f"{name}_one_chunk"), kind, chunk))
@@ -29,9 +29,8 @@ class StageRecorder:
         import torch.distributed as dist
 
         def timed(number: int, *args: Any, **kwargs: Any) -> Any:
-            if (kind, number, chunk) in self._seen:  # a new step
+            if any(event[1:4] == (kind, number, chunk) for event in self.events):  # a new step
                 self.events.clear()
-                self._seen.clear()
             began = time.time()  # the machine's clock, which its ranks share
             result = method(number, *args, **kwargs)
             least = self.pace * (2 if kind == "B" and kwargs.get("full_backward", True) else 1)
@@ -39,7 +38,6 @@ class StageRecorder:
                 time.sleep(max(0.0, began + least - time.time()))
             elif torch.cuda.is_initialized():  # kernels run behind Python's back
                 torch.cuda.synchronize()
-            self._seen.add((kind, number, chunk))
             self.events.append(Event(dist.get_rank(), kind, number, chunk, began, time.time()))
             return result
 

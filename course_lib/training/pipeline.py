@@ -19,6 +19,7 @@ from course_lib.models.data import sample_batch
 from course_lib.observe import observe
 from course_lib.observe.stages import StageRecorder
 from course_lib.training.command_line import run
+from course_lib.training.micro_batches import micro_batch_size
 from course_lib.training.outcome import Outcome, outcome
 
 
@@ -39,7 +40,7 @@ class LlamaStage(torch.nn.Module):
                 f"{len(inner.layers)} layers are fewer than the {stages} stages: take at least one for each."
             )
         start = index * share + min(index, more)
-        self.config, self.numbers = model.config, range(start, start + share + (index < more))
+        self.numbers = range(start, start + share + (index < more))
         self.embed_tokens = inner.embed_tokens if index == 0 else None
         self.rotary_emb = inner.rotary_emb  # no parameters: every stage has its own
         self.layers = torch.nn.ModuleList(inner.layers[i] for i in self.numbers)
@@ -86,6 +87,7 @@ def train(
         In `extra`: timeline (`course_lib.parallel.simulate.Timeline` of all ranks in the last step).
     """
     rank, ranks, device = dist.get_rank(), dist.get_world_size(), rank_device()
+    micro_batch_size(steps, global_batch, gradient_accumulation_steps=num_microbatches)  # raises where they are unequal
     model, count = tiny_llama(layers=layers), ranks * virtual_stages
     mine = range(rank, count, ranks)  # rank 0 of four has stages 0 and 4 of eight
     parts = torch.nn.ModuleList(LlamaStage(model, i, count) for i in mine).to(device)

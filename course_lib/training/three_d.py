@@ -20,6 +20,7 @@ from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
 from course_lib.observe import observe
 from course_lib.training.command_line import run
+from course_lib.training.micro_batches import micro_batch_size
 from course_lib.training.outcome import Outcome, outcome
 from course_lib.training.pipeline import LlamaStage, token_loss
 from course_lib.training.tensor_parallel import split
@@ -70,6 +71,7 @@ def train(
         In `extra`: local_elements (of the weights, on this rank) and norms (of each step's gradient).
     """
     device = rank_device()
+    micro_batch_size(steps, global_batch, dp, num_microbatches)  # raises where shares are unequal
     mesh = init_device_mesh(device.type, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
     part = part_of(tiny_llama(), mesh, device)
     parameters = list(part.parameters())
