@@ -1,33 +1,20 @@
-"""What the checks of lab 8 share: the lab itself, tolerances, the groups of 4, 2 and 1 ranks that one launch serves."""
+"""What the checks of lab 8 share: the lab itself, and groups of 4, 2 and 1 ranks that one launch serves."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+import torch.distributed as dist
 
 from course_checks.harness import Lab
 
 lab = Lab("08_3d_parallelism", title="Tensor, pipeline and 3D parallelism")
 
-RANKS, SIZES = 4, (4, 2, 1)  # one launch of four ranks; in it groups of four, of two neighbours, of one
+RANKS, SIZES = 4, (4, 2, 1)
 
 
-@functools.cache
-def my_groups() -> dict[int, Any]:
-    """On a rank: size -> the process group of that size to which this rank belongs. Made once, by all ranks together."""
-    import torch.distributed as dist
-
-    mine = {}
+def my_groups() -> list[dist.ProcessGroup]:
+    """The groups of each of SIZES to which this rank belongs: neighbours. Every rank must call it."""
+    rank, groups = dist.get_rank(), []
     for size in SIZES:
-        for first in range(0, RANKS, size):
-            members = list(range(first, first + size))
-            group = dist.new_group(members)
-            if dist.get_rank() in members:
-                mine[size] = group
-    return mine
-
-
-def members(rank: int, size: int) -> tuple[int, ...]:
-    """The global ranks in the group of that size to which a rank belongs."""
-    first = rank - rank % size
-    return tuple(range(first, first + size))
+        every = [dist.new_group(range(first, first + size)) for first in range(0, RANKS, size)]
+        groups.append(every[rank // size])
+    return groups

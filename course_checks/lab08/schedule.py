@@ -1,158 +1,171 @@
-"""Lab 8, exercise 3: a 1F1B schedule that meets its target time and memory, first simulated, then on ranks."""
+"""Lab 8, exercise 2: a pipeline's schedule that beats 1F1B in the memory it is given, simulated and then on real ranks."""
 
 from __future__ import annotations
 
+import csv
+import random
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from course_checks.harness import ATOL, RTOL, NotYet, close, returned, run_ranks
-from course_checks.lab08 import pipeline_on_ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.nn.functional import mse_loss
+
+from course_checks.harness import ATOL, RTOL, Contract, NotYet, fresh, fresh_seed, plain, returned, run_ranks
 from course_checks.lab08.common import lab
-from course_lib.parallel.schedules import Action, Orders, ideal_bubble, orders
+from course_lib.parallel.schedules import Action, Orders, orders
 from course_lib.parallel.simulate import Timeline, simulate
 
+SHAPES = ((4, 8), (3, 5), (2, 1), (4, 3), (1, 3), (8, 16))
+ON_RANKS = (4, 6)
+WIDTH, ROWS = 16, 2
+TIME, MEMORY, ORDER = "time", "memory", "order"
 
-class Target(NamedTuple):
-    """Stages of equal work and micro-batches; a forward takes 1 second, a backward 2, a send nothing."""
+
+class Case(NamedTuple):
+    """Stages of equal work; F, B and W take 1 second each, a send none."""
 
     stages: int
     micro_batches: int
+    room: list[int]  # micro-batches that each rank may hold
 
     def __str__(self) -> str:
-        return f"{self.stages} stage{'s' * (self.stages > 1)}, {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
+        return f"{self.stages} stages, {self.micro_batches} micro-batches, room for {self.room}"
 
     @property
-    def seconds(self) -> float:
-        """m micro-batches of 3 seconds, and p - 1 more to fill and to empty the pipeline."""
-        return 3.0 * (self.micro_batches + self.stages - 1)
-
-    def held(self, rank: int) -> int:
-        """The most micro-batches of which a rank may keep activations."""
-        return min(self.stages - rank, self.micro_batches)
+    def bound(self) -> int:
+        """Seconds that no schedule beats: the last rank waits for the first micro-batch, and has 3 seconds for each."""
+        return 3 * self.micro_batches + self.stages - 1
 
 
-TARGETS = (Target(4, 8), Target(3, 5), Target(2, 1), Target(4, 3), Target(1, 3), Target(8, 16))
-ON_RANKS = Target(4, 6)
+def reference(case: Case) -> Orders:
+    """1F1B with split backwards; rank r runs each W as many backwards late as it has room for, up to r: ZB-H1 and less."""
+    result = []
+    for rank, order in enumerate(orders("1f1b", *case[:2])):
+        late = min(case.room[rank] - (case.stages - rank), rank)
+        after = {i: [Action("W", i - late)] for i in range(late, case.micro_batches)}
+        split = [
+            each for action in order for each in (action, *after.get(action.micro_batch, []) * (action.kind == "B"))
+        ]
+        result.append(split + [Action("W", i) for i in range(max(case.micro_batches - late, 0), case.micro_batches)])
+    return result
 
 
-@lab.exercise("A 1F1B schedule", importance=5, difficulty=3, minutes=30)
-def one_f_one_b(schedule: Callable[..., Any]) -> str:
-    """Target time and memory on six pipelines in the simulator; the same gradients as one process on four real ranks."""
-    for target in (*TARGETS, ON_RANKS):
-        mine = _orders(schedule(*target), target)
-        _judge(mine, target)
-    mine = _orders(schedule(*ON_RANKS), ON_RANKS)
-    run = run_ranks(pipeline_on_ranks.run_orders, mine, ON_RANKS.micro_batches, ranks=ON_RANKS.stages)
-    for rank, (told, expected) in enumerate(zip(run.results, pipeline_on_ranks.whole(*ON_RANKS), strict=True)):
-        close(told["gradients"], expected, rtol=RTOL, atol=ATOL, what=f"stage {rank} on real ranks: the gradient")
-        if told["most"] > ON_RANKS.held(rank):
-            raise NotYet(
-                f"on real ranks rank {rank} held {told['most']} micro-batches at a time, not {ON_RANKS.held(rank)}"
-            )
-    ideal = ideal_bubble("1f1b", *ON_RANKS)
-    return (
-        f"{len(TARGETS)} pipelines in time and within memory; on {ON_RANKS.stages} real ranks ({ON_RANKS}) the gradients of one "
-        f"process, {run.results[0]['most']} micro-batches held at most, a bubble of {_bubble(run.results):.0%} where the formula "
-        f"has {ideal:.0%}"
-    )
+def timed(mine: Orders) -> Timeline:
+    return simulate(mine, forward=1, backward=1, weight=1)
 
 
-def _bubble(results: list[dict[str, Any]]) -> float:
-    """Idle share of the ranks' time on the clock, from the first event to the last."""
-    events = [event for told in results for event in told["events"]]
-    busy = sum(end - start for _, _, start, end in events)
-    seconds = max(end for *_, end in events) - min(start for _, _, start, _ in events)
-    return 1 - busy / (seconds * len(results))
-
-
-def _orders(value: Any, target: Target) -> Orders:
-    value = returned(value, (list, tuple), "the schedule")
-    if len(value) != target.stages:
-        raise NotYet(f"{target}: give one list of actions for each rank, {target.stages}, not {len(value)}")
-    for rank, order in enumerate(value):
-        if not isinstance(order, (list, tuple)) or isinstance(order, Action):
-            raise NotYet(f"{target}: what rank {rank} does should be a list of actions, and is {type(order).__name__}")
-        for action in order:
-            if not isinstance(action, tuple) or len(action) not in (2, 3):
-                raise NotYet(f"{target}, rank {rank}: {action!r} is no action: write Action('F', micro_batch)")
-            if action[0] == "W" or any(action[2:]):
-                raise NotYet(f"{target}, rank {rank}: one chunk a rank, and B is the whole backward: F and B only")
-    return [[Action(*action) for action in order] for order in value]
-
-
-def _judge(mine: Orders, target: Target) -> None:
-    right = orders("1f1b", *target)
-    if target.stages > 1 and mine != right and mine == right[::-1]:
-        raise NotYet(
-            f"{target}: the ranks are in reverse. Rank 0 has the first stage: its first backward is the last to arrive, so it is "
-            "the one that begins with the most forwards"
-        )
-    try:
-        line = simulate(mine, forward=1.0, backward=2.0)
-    except ValueError as error:
-        raise NotYet(f"{target}: {error}{_hint(mine, right)}") from None
-    if any(len(order) != 2 * target.micro_batches for order in mine):
-        raise NotYet(f"{target}: a rank runs {len(mine[0])} actions; each micro-batch has a forward and a backward")
-    _memory(mine, line, target)
-    if line.seconds > target.seconds + 1e-6:
-        shown = f"{target}: your orders take {line.seconds:g} s, and {target.seconds:g} s are the target"
-        if mine == orders("naive", *target):
-            raise NotYet(
-                f"{shown}: one micro-batch goes all the way and back before the next begins, and so one rank works at a time"
-            )
-        raise NotYet(f"{shown}{_slow(mine, right)}")
-
-
-def _memory(mine: Orders, line: Timeline, target: Target) -> None:
-    over = [rank for rank, held in enumerate(line.in_flight) if held > target.held(rank)]
-    if not over:
-        return
-    rank = over[0]
-    shown = (
-        f"{target}: rank {rank} keeps the activations of {line.in_flight[rank]:g} micro-batches at a time, and has room for "
-        f"{target.held(rank)}"
-    )
-    if mine == orders("gpipe", *target):
-        raise NotYet(
-            f"{shown}: all forwards before the first backward, that is GPipe. Run a backward as soon as one can run"
-        )
-    if all(_warm_up(order) == _warm_up(mine[0]) for order in mine) and target.stages > 1:
-        raise NotYet(
-            f"{shown}: every rank begins with {_warm_up(mine[0])} forwards. The last stage can run a backward right after its "
-            "first forward; each stage before it, one forward later"
-        )
-    raise NotYet(
-        f"{shown}: it begins with {_warm_up(mine[rank])} forwards before its first backward, and {target.held(rank)} fill the "
-        "time until the first gradient comes back"
-    )
-
-
-def _slow(mine: Orders, right: Orders) -> str:
-    short = [rank for rank, order in enumerate(mine) if _warm_up(order) < _warm_up(right[rank])]
-    if short:
-        rank = short[0]
-        return (
-            f". Rank {rank} begins with {_warm_up(mine[rank])} forward{'s' * (_warm_up(mine[rank]) > 1)} and then waits for a "
-            f"gradient, which must first come back through {len(mine) - 1 - rank} stages: {_warm_up(right[rank])} forwards fill "
-            "that time"
-        )
-    rank, place = next((r, n) for r, o in enumerate(mine) for n, a in enumerate(o) if a != right[r][n])
-    return f". Rank {rank} runs {mine[rank][place]} in place {place + 1}; after the first forwards, B and F take turns"
-
-
-def _hint(mine: Orders, right: Orders) -> str:
-    if any(order and order[0].kind == "B" for order in mine):
-        return " A rank's first action is a forward."
-    if any(
-        sorted(a.micro_batch for a in order if a.kind == "B") != [a.micro_batch for a in order if a.kind == "B"]
-        for order in mine
-    ):
-        return " Backwards come in the order of the forwards, the oldest first."
-    if any(_warm_up(order) < _warm_up(later) for order, later in zip(mine, mine[1:], strict=False)):
-        return " A later stage begins with fewer forwards than the one before it, never with more."
-    return ""
-
-
-def _warm_up(order: list[Action]) -> int:
+def warm_up(order: list[Action]) -> int:
     """Forwards before the first backward."""
-    return next((n for n, action in enumerate(order) if action.kind == "B"), len(order))
+    return next((n for n, action in enumerate(order) if action.kind != "F"), len(order))
+
+
+HINTS = {
+    "that is GPipe: run a backward as soon as one can run": lambda f: (
+        f["clause"] == MEMORY and all(warm_up(order) == f["case"].micro_batches for order in f["orders"])
+    ),
+    "one micro-batch goes all the way and back before the next begins, and so one rank works at a time": lambda f: (
+        f["clause"] == TIME and all(warm_up(order) == 1 for order in f["orders"][:-1]) and len(f["orders"]) > 1
+    ),
+    "that is 1F1B: now split the backward, and let W wait where there is room": lambda f: (
+        f["clause"] == TIME and f["one_f_one_b"]
+    ),
+    "a W that waits is one more micro-batch held": lambda f: f["clause"] == MEMORY and not f["whole"],
+    "a later stage begins with fewer forwards than the one before it": lambda f: any(
+        warm_up(a) < warm_up(b) for a, b in zip(f["orders"], f["orders"][1:], strict=False)
+    ),
+    "which rank idles at the end, and which W could it have saved for that time?": lambda f: (
+        f["clause"] == TIME and not f["whole"]
+    ),
+}
+
+
+@lab.exercise("Beat 1F1B", importance=5, difficulty=4, minutes=30)
+def beat_1f1b(schedule: Callable[..., Any]) -> str:
+    """Within memory and not slower than the reference on 18 pipelines; one process's gradients on four real ranks."""
+    seed = fresh_seed()
+    draw, seconds = random.Random(seed), []
+    for stages, micro_batches in SHAPES:
+        least = [stages - rank for rank in range(stages)]
+        for room in (least, [stages] * stages, [held + draw.randint(0, rank + 1) for rank, held in enumerate(least)]):
+            case = Case(stages, micro_batches, room)
+            line, ours = _judged(_orders(schedule(*case), case), case), timed(reference(case))
+            seconds.append((line.seconds, ours.seconds, case))
+    case = Case(*ON_RANKS, [ON_RANKS[0]] * ON_RANKS[0])
+    mine = _orders(schedule(*case), case)
+    _judged(mine, case)
+    for rank, (yours, expected) in enumerate(run_ranks(on_a_rank, mine, case.micro_batches, seed, ranks=4).results):
+        Contract().values(f"on real ranks, stage {rank}: the gradient", yours, expected, rtol=RTOL, atol=ATOL)
+    (tight, _, first), (wide, *_) = seconds[:2]
+    better = sum(yours < ours - 1e-6 for yours, ours, _ in seconds)
+    return (
+        f"simulated, {first.stages} stages and {first.micro_batches} micro-batches: 1F1B takes "
+        f"{timed(orders('1f1b', *first[:2])).seconds:g} s; yours {tight:g} s in the same memory, and {wide:g} s with room for "
+        f"{first.stages} on every rank; the bound is {first.bound} s. {len(seconds)} pipelines in time and memory, "
+        f"{better} of them faster than our own schedule. On four real ranks: one process's gradients"
+    )
+
+
+def _orders(value: Any, case: Case) -> Orders:
+    value = returned(value, (list, tuple), "the schedule")
+    if len(value) != case.stages:
+        raise NotYet(f"{case}: give one list of actions for each rank, {case.stages}, not {len(value)}")
+    mine = [[_action(action) for action in order] for order in value]
+    contract = Contract(HINTS, {"orders": mine}, str(case))
+    try:
+        timed(mine)
+    except ValueError as error:
+        raise contract.broken(str(error).rstrip("."), ORDER) from None
+    contract.holds(not any(a.chunk for order in mine for a in order), "each rank has one stage: there is only chunk 0")
+    last = max(action.micro_batch for action in mine[0])
+    contract.holds(
+        last == case.micro_batches - 1, f"the last micro-batch is {last}, and should be {case.micro_batches - 1}"
+    )
+    return mine
+
+
+def _action(value: Any) -> Any:
+    """An Action, if it is something of the kind; `simulate` has a sentence for the rest."""
+    return Action(*plain(tuple(value))) if isinstance(value, tuple) and len(value) in (2, 3) else value
+
+
+def _judged(mine: Orders, case: Case) -> Timeline:
+    line, ours = timed(mine), timed(reference(case))
+    whole = not any(action.kind == "W" for action in mine[0])
+    slow = timed(orders("1f1b", *case[:2])).seconds
+    facts = {"case": case, "orders": mine, "whole": whole, "one_f_one_b": whole and line.seconds == slow}
+    contract = Contract(HINTS, facts, str(case))
+    for rank, (held, room) in enumerate(zip(line.in_flight, case.room, strict=True)):
+        contract.holds(
+            held <= room, f"rank {rank} holds {held:g} micro-batches at a time, and has room for {room}", MEMORY
+        )
+    told = f"your orders take {line.seconds:g} s, 1F1B {slow:g} s, and {ours.seconds:g} s are possible"
+    contract.holds(line.seconds <= ours.seconds + 1e-6, told, TIME)
+    return line
+
+
+def on_a_rank(mine: Orders, micro_batches: int, seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """This stage's gradients when PyTorch's runtime runs the orders, and when one process computes all of them."""
+    rank, stages = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(stages)))
+    x, target = (fresh((micro_batches * ROWS, WIDTH), seed, i) for i in range(2))
+    own = dict(model[rank].named_parameters())
+    expected = dict(zip(own, torch.autograd.grad(mse_loss(model(x), target), list(own.values())), strict=True))
+    stage = PipelineStage(model[rank], rank, stages, torch.device("cpu"))
+    runtime = _PipelineScheduleRuntime([stage], n_microbatches=micro_batches, loss_fn=mse_loss)
+    split = any(action.kind == "W" for action in mine[0])
+    words = {"F": "F", "W": "W", "B": "I" if split else "B"}  # PyTorch calls the input's half I, and the whole B
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "orders.csv")
+        with file.open("w", newline="") as lines:
+            rows = ([f"{r}{words[a.kind]}{a.micro_batch}" for a in order] for r, order in enumerate(mine))
+            csv.writer(lines).writerows(rows)
+        runtime._load_csv(str(file))
+    runtime.step(*[x] * (rank == 0), target=target)
+    return {name: parameter.grad for name, parameter in own.items()}, expected
