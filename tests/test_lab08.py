@@ -1,37 +1,29 @@
-"""Lab 8: its checks against the planted answers, a hang, and its tasks against the planner."""
+"""Lab 8: the schedule and the plans that its checks hold a learner's against."""
 
-import functools
-
-from planted import lab08 as planted
-from planted.contract import Contract
-
-from course_checks.harness import run_ranks
-from course_checks.lab08 import lab, mlp, planning
-from course_tools.planning import Settings, plan
-from course_tools.planning.search import measured
+from course_checks.lab08 import planning, schedule
+from course_lib.parallel.schedules import orders
 
 
-class TestChecks(Contract):
-    lab, planted = lab, planted
+def test_the_schedule_to_beat_is_zero_bubbles_with_room_and_quicker_than_1f1b_without() -> None:
+    for stages, micro_batches in schedule.SHAPES:
+        wide = schedule.Case(stages, micro_batches, [stages] * stages)
+        assert schedule.reference(wide) == orders("zero_bubble", stages, micro_batches)
+        tight = schedule.Case(stages, micro_batches, [stages - rank for rank in range(stages)])
+        line, plain = schedule.timed(schedule.reference(tight)), schedule.timed(orders("1f1b", stages, micro_batches))
+        assert line.in_flight == plain.in_flight and plain.seconds - line.seconds >= stages - 1
+        assert line.seconds >= tight.bound
 
 
-def test_a_rank_that_hangs_gets_a_verdict_that_says_where(monkeypatch):
-    monkeypatch.setattr(mlp, "run_ranks", functools.partial(run_ranks, timeout=2.0))
-    verdict = lab.parallel_mlp(planted.OneRankSkips)
-    assert verdict.status == "not yet" and "all_reduce" in verdict.message
-
-
-def test_each_task_has_several_good_plans_and_asks_for_another_kind():
-    kinds = set()
+def test_each_task_has_several_good_plans_and_the_planners_own_is_none() -> None:
+    answers = set()
     for task in planning.TASKS:
-        best = planning.fastest(task)
-        plans = plan(task.model, task.machines, **task.asked).plans
-        good = {each.kind for each in plans if each.step_seconds <= 1.15 * best.step_seconds}
-        assert len(good) >= 3, f"{task.name}: the check would want one plan and no other"
-        kinds.add((best.method, best.pp > 1))
-    assert len(kinds) == 3
-    slow = planning.TASKS[-1]
-    everywhere = Settings("fsdp", dp=64, micro_batch_size=4, num_microbatches=1, activation_checkpointing="full")
-    over_the_network, need = measured(slow.question, everywhere)
-    assert need.fits(slow.question)
-    assert over_the_network.step_seconds > 2 * planning.fastest(slow).step_seconds
+        least, offer, best = planning.cheapest(task)
+        assert best.memory_bytes <= (1 - planning.HEADROOM) * task.offers[offer].rent(1).card.memory
+        theirs, _, first = planning.planners(task)
+        assert theirs > planning.FACTOR * least and first.days < best.days
+        rented = [task.offers[offer].rent(count, 1 - planning.HEADROOM) for count in (best.machines.nodes, 4)]
+        plans = [each for on in rented for each in planning.plan(task.model, on, **task.asked, keep=10).plans]
+        costs = [task.dollars(each, offer) for each in plans if each.machines.nodes <= task.offers[offer].most]
+        assert sum(cost <= planning.FACTOR * least for cost in costs) >= 2, f"{task.name}: one plan and no other"
+        answers.add((best.method, best.pp > 1, best.tp > 1))
+    assert len(answers) == len(planning.TASKS)

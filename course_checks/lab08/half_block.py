@@ -124,7 +124,7 @@ def _sent(contract: Contract, what: str, calls: list[Collective], due: dict[str,
     contract.holds(not size or issued == wanted, told, what)
 
 
-@lab.exercise("Half a block, cut twice", importance=5, difficulty=4, minutes=35)
+@lab.exercise("Half a block, cut twice", importance=5, difficulty=4, minutes=30)
 def half_block(half_block: Callable[..., Any]) -> str:
     """Output, input gradient and every parameter's gradient of one rank; bytes sent, and bytes kept for backward."""
     seed = fresh_seed()

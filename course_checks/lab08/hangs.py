@@ -111,7 +111,7 @@ def show(trainer: type, dp: int = 2, tp: int = 2) -> None:
     )
 
 
-@lab.exercise("A hang across two axes", importance=5, difficulty=4, minutes=20)
+@lab.exercise("A hang across two axes", importance=5, difficulty=4, minutes=15)
 def mended(parts: Callable[[], Any]) -> str:
     """Steps, norms and weights as they should be on four grids, with nothing replaced that works."""
     trainer, seed = parts(), fresh_seed()

@@ -85,7 +85,7 @@ HINTS = {
 }
 
 
-@lab.exercise("Beat 1F1B", importance=5, difficulty=4, minutes=30)
+@lab.exercise("Beat 1F1B", importance=5, difficulty=4, minutes=25)
 def beat_1f1b(schedule: Callable[..., Any]) -> str:
     """Within memory and not slower than the reference on 18 pipelines; one process's gradients on four real ranks."""
     seed = fresh_seed()
