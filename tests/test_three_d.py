@@ -12,7 +12,6 @@ from refusals import assert_refused
 
 from course_lib.launch import RankFailed, launch
 from course_lib.models import tiny_llama
-from course_lib.parallel.grid import Grid
 from course_lib.training import three_d
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
@@ -53,10 +52,11 @@ def test_who_holds_what(runs):
 
 
 def test_each_axis_carries_its_own_traffic(runs):
-    grid = Grid(dp=2, pp=2, tp=2)
+    grid = torch.arange(8).view(2, 2, 2)  # pp, dp, tp
     states = 2 * 16 * 128 * 4  # bytes of a micro-batch of 2 sequences x 16 tokens x 128 wide, fp32
     for rank in (0, 7):
-        tp, pp, dp = (next(tuple(g) for g in grid.groups(axis) if rank in g) for axis in ("tp", "pp", "dp"))
+        (i, j, k), *_ = (grid == rank).nonzero().tolist()
+        tp, pp, dp = (tuple(group.tolist()) for group in (grid[i, j], grid[:, j, k], grid[i, :, k]))
         calls = [(c.kind, c.bytes, c.group) for c in runs.last_step(8, "all", rank)]
         assert calls.count(("all_reduce", states, tp)) == 2 * 2 * 4  # micro-batches, the stage's blocks, f and g
         # activations one way, gradients the other

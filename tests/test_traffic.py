@@ -1,10 +1,9 @@
-"""The rank grid, rank by rank; what a step sends, by the papers' formulas and as real ranks counted it; when."""
+"""What a step sends, by the papers' formulas and as real ranks counted it; when."""
 
 from __future__ import annotations
 
 import sys
-from collections import Counter, defaultdict
-from itertools import product
+from collections import Counter
 
 import cloudpickle
 import pytest
@@ -27,26 +26,6 @@ LLAMA = shape_of("llama-3.1-8b")  # 32 layers, hidden 4096, 32 heads, 8 kv heads
 STATES = 2 * 8192 * 4096  # bytes of hidden states: bf16, one sequence of 8,192 tokens
 SIZES = dict(micro_batch_size=1, seq_len=8192)
 PARAMETERS = 803_968  # of the tiny Llama
-
-
-# ---------------------------------------------------------------------------------------------------- grid
-def test_a_grid_is_an_arange():
-    """The ranks of a group have all coordinates but one in common; they count up along tp first, then cp, dp, pp."""
-    for grid in (Grid(dp=3, pp=2, tp=4, cp=5), Grid(), Grid(tp=8)):
-        for index, axis in enumerate(("pp", "dp", "cp", "tp")):
-            by_place = defaultdict(list)
-            for rank, place in enumerate(product(*map(range, (grid.pp, grid.dp, grid.cp, grid.tp)))):
-                by_place[place[:index] + place[index + 1 :]].append(rank)
-            assert grid.groups(axis) == sorted(by_place.values()), (grid, axis)
-
-
-def test_tensor_parallel_ranks_share_a_machine():
-    grid = Grid(dp=2, pp=2, tp=2)
-    assert grid.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert grid.groups("pp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert [grid.nodes(axis, 4) for axis in ("tp", "dp", "pp")] == [1, 1, 2]
-    large = Grid(dp=8, pp=16, cp=16, tp=8)  # Llama 3 405B's, arXiv:2407.21783, table 4
-    assert (large.size, large.nodes("tp", 8), large.nodes("cp", 8)) == (16_384, 1, 16)
 
 
 # ----------------------------------------------------------------------------------------- papers' formulas
@@ -185,7 +164,6 @@ def test_misfits_are_refused():
     assert_refused(
         [
             (lambda: Grid(tp=0), ValueError, "tp=0"),
-            (lambda: Grid().groups("ep"), ValueError, "axis='ep'"),
             (lambda: traffic.tensor_parallel(LLAMA, tp=3, **SIZES), ValueError, "32 attention heads"),
             (lambda: traffic.tensor_parallel(LLAMA, tp=8, **nine), ValueError, "seq_len=9"),
             (lambda: traffic.pipeline(LLAMA, pp=16, virtual_stages=4, **SIZES), ValueError, "32 layers"),

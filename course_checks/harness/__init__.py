@@ -18,7 +18,6 @@ from course_checks.harness.comparing import (
 )
 from course_checks.harness.contract import Contract, gives, slip_hints
 from course_checks.harness.guard import refused, snapshot, time_limit, unchanged, without_limit
-from course_checks.harness.mistakes import explains, named_mistake
 from course_checks.harness.parts import healthy_untouched, put_together
 from course_checks.harness.ranks import TIMEOUT, on_link, phases, run_ranks
 
@@ -36,14 +35,12 @@ __all__ = [
     "Verdict",
     "bytes_behind_views",
     "close",
-    "explains",
     "fresh",
     "fresh_seed",
     "in_bytes",
     "judge",
     "learnable_tokens",
     "live_bytes",
-    "named_mistake",
     "named_seed",
     "nothing",
     "number",

@@ -11,6 +11,7 @@ from course_checks.harness import Contract, NotYet, plain, returned
 from course_checks.lab08.common import lab
 from course_lib.notebook import table
 from course_lib.notebook.page import Page
+from course_lib.units import GIB
 from course_tools.planning import Machines, NoPlan, Plan, check_settings, machines, plan
 
 HEADROOM = 0.08  # of each card's memory, for what no formula knows
@@ -98,19 +99,18 @@ def show() -> Page:
     """The tasks, and what is on offer for each."""
     rows = []
     for task in TASKS:
-        what = f"{task.model}, {' or '.join(task.methods)}: {task.tokens:.3g} tokens in {task.days:g} day{'s' * (task.days > 1)}, {task.global_batch} x {task.seq_len:,} per step"
+        days = f"{task.days:g} day{'s' * (task.days > 1)}"
+        what = f"{' or '.join(task.methods)}, {task.tokens / 1e9:g} billion tokens in {days}, {task.global_batch} x {task.seq_len:,} per step"
+        about = {"task": task.name, "training": f"{task.model}, {what}"}
         for name, offer in task.offers.items():
-            rented = offer.rent(min(2, offer.most))
-            between = f"{rented.outer_links} x {rented.outer.name}" if rented.nodes > 1 else ""
-            shown = {
-                "offer": name,
-                "at most": f"{offer.most} x {offer.machine}",
-                "$ per hour each": f"{offer.price:.2f}",
+            on = offer.rent(min(2, offer.most))
+            machine = {"offer": name, "a machine": f"{on.per_node} x {on.card.name}, {on.card.memory / GIB:.0f} GiB", "at most": offer.most}
+            links = {
+                "inside": on.inner.name * (on.per_node > 1),
+                "between": f"{on.outer_links} x {on.outer.name}" * (on.nodes > 1),
             }
-            rows.append(
-                {"task": task.name, "training": what} | shown | {"inside": rented.inner.name, "between": between}
-            )
-            what = ""
+            rows.append(about | machine | {"$ per hour": f"{offer.price:.2f}"} | links)
+            about = {"task": "", "training": ""}
     return table(rows)
 
 

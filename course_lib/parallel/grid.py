@@ -1,4 +1,4 @@
-"""The rank grid: which ranks form a group along which axis. It is ``arange(ranks).reshape(pp, dp, cp, tp)`` and no more.
+"""The rank grid, which is ``arange(ranks).reshape(pp, dp, cp, tp)``.
 
 The slowest axis stands first, so that neighbours in rank, which share a machine, are neighbours along the last axis, tp.
 This is Megatron-core's default order ("tp-cp-ep-dp-pp", written there with the fastest first).
@@ -6,13 +6,10 @@ This is Megatron-core's default order ("tp-cp-ep-dp-pp", written there with the 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from course_lib.choices import AXES
-from course_lib.validation import check_counts, pick
+from course_lib.validation import check_counts
 
 
 @dataclass(frozen=True)
@@ -28,24 +25,9 @@ class Grid:
         check_counts(dp=self.dp, pp=self.pp, tp=self.tp, cp=self.cp)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Ranks along each of `course_lib.choices.AXES`, the slowest first: what ``init_device_mesh`` takes."""
-        return tuple(getattr(self, axis) for axis in AXES)
-
-    @property
     def size(self) -> int:
         """Ranks in all."""
-        return math.prod(self.shape)
-
-    def groups(self, axis: str) -> list[list[int]]:
-        """The groups along an axis: lists of ranks that differ in nothing else, in the order of their first rank."""
-        pick("axis", axis, AXES)
-        ranks, index = np.arange(self.size).reshape(self.shape), AXES.index(axis)
-        return np.moveaxis(ranks, index, -1).reshape(-1, self.shape[index]).tolist()
-
-    def nodes(self, axis: str, per_node: int) -> int:
-        """Machines of `per_node` ranks that the widest group along an axis touches; 1: it never leaves a machine."""
-        return max(len({rank // per_node for rank in group}) for group in self.groups(axis))
+        return self.dp * self.pp * self.tp * self.cp
 
     def __str__(self) -> str:
         return " x ".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1) or "of one rank"

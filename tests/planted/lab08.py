@@ -148,7 +148,7 @@ def choose(task):
     }
     return dict(zip(keys, chosen[task.name]))
 """
-_EXPERTS = '''
+_EXPERTS = """
 class Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -172,8 +172,8 @@ def switch_layer(x, gates, up, down, capacity):
     done = torch.stack([torch.cat([((p @ a).relu() @ b)[None] for p, a, b in zip(piece, up, down)]) for piece in pieces])
     home = Exchange.apply(done.flatten(0, 1))
     return torch.einsum("tec,te,ech->th", to.float(), mine, home)
-'''
-_RING = '''
+"""
+_RING = """
 def ring_step(out, lse, q, k, v, q_at, k_at):
     scores = torch.einsum("hqd,hkd->hqk", q, k) * q.shape[2] ** -0.5
     scores = scores - torch.where(q_at.view(-1, 1) < k_at.view(1, -1), torch.inf, 0.0)
@@ -184,7 +184,7 @@ def ring_step(out, lse, q, k, v, q_at, k_at):
     none = total == 0
     total = torch.where(none, torch.ones_like(total), total)
     return (out * old + new @ v) / total, torch.where(none, -torch.inf, top + total.log())
-'''
+"""
 RIGHT = {
     "half_block": [_BLOCK],
     "beat_1f1b": [_SORTED],
