@@ -8,6 +8,7 @@ def test_the_schedule_to_beat_is_zero_bubbles_with_room_and_quicker_than_1f1b_wi
     for stages, micro_batches in schedule.SHAPES:
         wide = schedule.Case(stages, micro_batches, [stages] * stages)
         assert schedule.reference(wide) == orders("zero_bubble", stages, micro_batches)
+        assert schedule.timed(schedule.reference(wide)).seconds == wide.bound
         tight = schedule.Case(stages, micro_batches, [stages - rank for rank in range(stages)])
         line, plain = schedule.timed(schedule.reference(tight)), schedule.timed(orders("1f1b", stages, micro_batches))
         assert line.in_flight == plain.in_flight and plain.seconds - line.seconds >= stages - 1

@@ -14,7 +14,7 @@ from course_lib.launch import RankFailed, RanksHung, launch
 from course_lib.launch.rank import PEER_LOST
 
 GRIDS = ((2, 2), (3, 2), (2, 3), (1, 4))  # dp, tp
-BROKEN, HEALTHY = ("average", "norm_of", "usable", "finished"), ("__init__", "train")
+BROKEN, HEALTHY = ("average", "norm_of", "usable", "finished"), ("__init__", "update", "train")
 LAST, SKIPPED = 6, (1, 3)  # steps that are taken at most, and those with a gradient that is not finite
 RATE, PATIENCE = 0.5, 1.5  # of plain SGD; seconds until `show` calls it a hang
 STEPS, NORM, WEIGHTS, HANG = "steps", "a step's norm", "the weight", "hang"
