@@ -12,9 +12,9 @@ RANKS, SIZES = 4, (4, 2, 1)
 
 
 def my_groups() -> list[dist.ProcessGroup]:
-    """The groups of each of SIZES to which this rank belongs: neighbours. Every rank must call it."""
-    rank, groups = dist.get_rank(), []
+    """The groups of each of SIZES to which this rank belongs, and these are no neighbours. Every rank must call it."""
+    groups = []
     for size in SIZES:
-        every = [dist.new_group(range(first, first + size)) for first in range(0, RANKS, size)]
-        groups.append(every[rank // size])
+        every = [dist.new_group(range(first, RANKS, RANKS // size)) for first in range(RANKS // size)]
+        groups.append(every[dist.get_rank() % len(every)])
     return groups

@@ -27,7 +27,12 @@ HINTS = {
         f["clause"] == "the output" and f["biases"](f["the output"])
     ),
     "a part of a tensor is a view that keeps the whole one: clone it": lambda f: f["clause"] == "bytes of parameters",
-    "keep this rank's tokens, and gather them once more in backward": lambda f: f["clause"] in (KEPT, BACKWARD),
+    "keep this rank's tokens, and gather them once more in backward": lambda f: (
+        f["clause"] == KEPT or f["clause"] == BACKWARD and f["kinds"].count("all_gather") < 2
+    ),
+    "what completes gradients belongs into finish_gradients": lambda f: (
+        f["clause"] == BACKWARD and "all_reduce" in f["kinds"]
+    ),
     "norm and the bias of down see only this rank's tokens: their gradients are partial sums": lambda f: (
         f["clause"] in PARTIAL and f["own"](f[f["clause"]])
     ),
@@ -43,7 +48,11 @@ class WholeHalfBlock(nn.Module):
 
     def __init__(self, seed: int, inner: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, inner), nn.Linear(inner, HIDDEN)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(HIDDEN, eps=0.1),
+            nn.Linear(HIDDEN, inner),
+            nn.Linear(inner, HIDDEN),
+        )
         for number, parameter in enumerate(self.parameters()):
             parameter.data = fresh(tuple(parameter.shape), seed, number) / parameter.shape[-1] ** 0.5
 
@@ -53,7 +62,10 @@ class WholeHalfBlock(nn.Module):
 
 def on_a_rank(make: Callable[..., Any], seed: int) -> str:
     """The case of 4 ranks as evidence; in groups of 2 and of 1 each group has values of its own."""
-    said = [_right(make, group, seed + dist.get_rank() // size) for size, group in zip(SIZES, my_groups(), strict=True)]
+    said = [
+        _right(make, group, seed + dist.get_rank() % (RANKS // size))
+        for size, group in zip(SIZES, my_groups(), strict=True)
+    ]
     return said[0]
 
 
@@ -64,7 +76,8 @@ def _right(make: Callable[..., Any], group: dist.ProcessGroup, seed: int) -> str
     x.requires_grad_()
     out = whole(x)
     out.backward(gradient)
-    contract = Contract(HINTS, about=f"rank {rank} of a group of {ranks}")
+    facts = {"members": tuple(dist.get_process_group_ranks(group))}
+    contract = Contract(HINTS, facts, f"rank {rank} of a group of {ranks}")
     given = copy.deepcopy(whole)
     matrices = [StorageWeakRef(part.weight.untyped_storage()) for part in (given.up, given.down)]
     block = make(given.norm, given.up, given.down, group)
@@ -108,6 +121,7 @@ def _right(make: Callable[..., Any], group: dist.ProcessGroup, seed: int) -> str
         contract.facts["own"] = lambda yours, name=name: ranks > 1 and torch.allclose(yours, partial[name])
         contract.facts["mean"] = lambda yours, right=right: ranks > 1 and torch.allclose(ranks * yours, right, 1e-3)
         contract.facts["finished"] = True
+        contract.holds(names[name].grad is not None, f"{name} has no gradient after finish_gradients")
         contract.values(name, names[name].grad, right, rtol=1e-3, atol=1e-4)
     _sent(contract, FINISH, calls, {"all_reduce": 1}, 2 * 4 * 3 * HIDDEN * (ranks - 1) / ranks)
     return (
@@ -119,6 +133,9 @@ def _right(make: Callable[..., Any], group: dist.ProcessGroup, seed: int) -> str
 
 def _sent(contract: Contract, what: str, calls: list[Collective], due: dict[str, int], size: float) -> None:
     """Just these collectives, each sending this many bytes; on one rank none is needed, and any is welcome."""
+    contract.facts["kinds"] = [call.kind for call in calls]
+    astray = [call for call in calls if call.group != contract.facts["members"]]
+    contract.holds(not astray, f"{what} calls {astray and astray[0].kind} in another group than the one given", what)
     issued = sorted(f"{c.kind} that sends {in_bytes(c.wire_bytes)}" for c in calls if len(c.group) > 1)
     wanted = sorted(f"{kind} that sends {in_bytes(size)}" for kind, count in due.items() for _ in range(count))
     told = f"{what} calls {', '.join(issued) or 'nothing'}, and should call {', '.join(wanted)}"

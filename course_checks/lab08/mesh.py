@@ -23,16 +23,18 @@ GRIDS = ((2, 2), (1, 4), (4, 1))  # dp, tp
 LOSSES, WEIGHTS, HELD, UNITS = "the loss", "a weight", "elements held", "the largest all-gather"
 ACTIVATIONS, LOGITS, COUNT = "the largest message along tp", "logits", "messages along tp"
 HINTS = {
-    'along tp all ranks take the same rows, and each replica its own: mesh.get_local_rank("dp")': lambda f: (
-        f["clause"] == ACTIVATIONS or f["clause"] == LOSSES and f["first"]
+    "every rank trains on all rows: along tp ranks share them, and each replica has its own": lambda f: (
+        f["clause"] == ACTIVATIONS and f[ACTIVATIONS] == f["whole batch"]
     ),
+    "this is before any step: which rows, which targets, which mean?": lambda f: f["clause"] == LOSSES and f["first"],
     "clip by the norm of the whole model's averaged gradients: `full_tensor()` of each parameter's norm": lambda f: (
         f["clause"] == WEIGHTS or f["clause"] == LOSSES and not f["first"]
     ),
     "embedding and head are cut along tp, too, and everything is sharded along dp": lambda f: f["clause"] == HELD,
     "shard each layer by itself, then the rest": lambda f: f["clause"] == UNITS,
-    "leave the logits cut by columns (output_layouts=Shard(-1), use_local_output=False), and take the loss and its backward "
-    "under loss_parallel()": lambda f: f["clause"] == LOGITS,
+    "leave the logits cut by columns (use_local_output=False), and take the loss and its backward under loss_parallel()": (
+        lambda f: f["clause"] == LOGITS
+    ),
     "each column-parallel matrix brought its own f: PrepareModuleInput": lambda f: f["clause"] == COUNT,
 }
 
@@ -115,7 +117,11 @@ def _right(result: tuple[Any, ...], calls: list[Collective], dp: int, tp: int, s
             isinstance(trained, FSDPModule), "the model that you return is no FSDPModule: fully_shard it", UNITS
         )
         ends = sum(weight.numel() for name, weight in weights.items() if ".layers." not in name)
-        largest = max(c.bytes * dp for c in along_dp if c.kind == "all_gather")
+        units = sum(c.kind == "reduce_scatter" for c in along_dp) / STEPS
+        neighbours = f"tp ranks are neighbours, {first} to {first + tp - 1} here"
+        contract.holds(units > 0, f"no gradients travel along dp: {neighbours}, and replicas share what is left", "")
+        contract.holds(units > LAYERS, f"{units:g} units reduce gradients, and should be {LAYERS + 1}", UNITS)
+        largest = max((c.bytes * dp for c in along_dp if c.kind == "all_gather"), default=0)
         room = 4 * (ends // tp + small)
         contract.memory(UNITS, largest, at_most=room, at_least=room / 3)
     sent = sum(c.wire_bytes for c in along_tp)
@@ -128,7 +134,7 @@ def _right(result: tuple[Any, ...], calls: list[Collective], dp: int, tp: int, s
         contract.holds(
             not travels, f"a {travels and travels[0].kind} of {in_bytes(logits)} along tp: the logits travel", LOGITS
         )
-        largest = max((c.bytes for c in along_tp), default=0)
+        largest, contract.facts["whole batch"] = max((c.bytes for c in along_tp), default=0), dp * activation
         contract.memory(ACTIVATIONS, largest, at_most=activation, at_least=activation / tp)
         count = sum(c.bytes >= activation / tp for c in along_tp) / STEPS
         due = 4 * LAYERS + 2

@@ -31,7 +31,9 @@ SLIPS = {
     "scale": "divide the scores by the root of the width",
 }
 HINTS = {
-    "exp overflows, or all of them are 0: subtract the largest score first": lambda f: f["offset"],
+    "exp overflows, or all of them are 0: subtract the largest score first": lambda f: (
+        f["offset"] > 0 or f["offset"] and not f["nan"]
+    ),
     "-inf minus -inf is NaN: what if a query sees no key of the block, or none so far?": lambda f: f["nan"],
     **{words: lambda f, slip=slip: f["near"](slip) for slip, words in SLIPS.items()},
 }

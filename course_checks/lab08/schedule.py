@@ -21,7 +21,7 @@ from course_checks.lab08.common import lab
 from course_lib.parallel.schedules import Action, Orders, orders
 from course_lib.parallel.simulate import Timeline, simulate
 
-SHAPES = ((4, 8), (3, 5), (2, 1), (4, 3), (1, 3), (8, 16))
+SHAPES = ((4, 8), (3, 5), (2, 1), (4, 2), (1, 3), (8, 16))
 ON_RANKS = (4, 6)
 WIDTH, ROWS = 16, 2
 TIME, MEMORY, ORDER = "time", "memory", "order"
@@ -90,27 +90,31 @@ HINTS = {
 
 @lab.exercise("Beat 1F1B", importance=4, difficulty=4, minutes=25)
 def beat_1f1b(schedule: Callable[..., Any]) -> str:
-    """Within memory and not slower than the reference on 18 pipelines; one process's gradients on four real ranks."""
+    """As fast as the reference in 1F1B's memory and in more, a score in other memory; one process's gradients on four real ranks."""
     seed = fresh_seed()
-    draw, seconds = random.Random(seed), []
+    draw, apart, told = random.Random(seed), [], []
     for stages, micro_batches in SHAPES:
         least = [stages - rank for rank in range(stages)]
-        for room in (least, [stages] * stages, [held + draw.randint(0, rank + 1) for rank, held in enumerate(least)]):
+        for room in (least, [stages] * stages):
             case = Case(stages, micro_batches, room)
-            line, ours = _judged(_orders(schedule(*case), case), case), timed(reference(case))
-            seconds.append((line.seconds, ours.seconds, case))
+            told.append(_judged(_orders(schedule(*case), case), case, timed(reference(case)).seconds))
+        for _ in range(2):
+            case = Case(stages, micro_batches, [held + draw.randint(0, rank + 1) for rank, held in enumerate(least)])
+            line = _judged(_orders(schedule(*case), case), case, timed(orders("1f1b", *case[:2])).seconds)
+            apart.append(line.seconds - timed(reference(case)).seconds)
     case = Case(*ON_RANKS, [ON_RANKS[0]] * ON_RANKS[0])
     mine = _orders(schedule(*case), case)
-    _judged(mine, case)
+    _judged(mine, case, case.bound)
     for rank, (yours, expected) in enumerate(run_ranks(on_a_rank, mine, case.micro_batches, seed, ranks=4).results):
         Contract().values(f"on real ranks, stage {rank}: the gradient", yours, expected, rtol=RTOL, atol=ATOL)
-    (tight, _, first), (wide, *_) = seconds[:2]
-    better = sum(yours < ours - 1e-6 for yours, ours, _ in seconds)
+    stages, micro_batches = SHAPES[0]
     return (
-        f"simulated, {first.stages} stages and {first.micro_batches} micro-batches: 1F1B takes "
-        f"{timed(orders('1f1b', *first[:2])).seconds:g} s; yours {tight:g} s in the same memory, and {wide:g} s with room for "
-        f"{first.stages} on every rank; the bound is {first.bound} s. {len(seconds)} pipelines in time and memory, "
-        f"{better} of them faster than our own schedule. On four real ranks: one process's gradients"
+        f"simulated, {stages} stages and {micro_batches} micro-batches: 1F1B takes "
+        f"{timed(orders('1f1b', stages, micro_batches)).seconds:g} s; yours {told[0].seconds:g} s in the same memory, and "
+        f"{told[1].seconds:g} s, the bound, with room for {stages} on every rank. Your score, with other room: of "
+        f"{len(apart)} pipelines {sum(each < 0 for each in apart)} faster than our own schedule, "
+        f"{sum(each == 0 for each in apart)} as fast, and {sum(max(each, 0) for each in apart):g} s lost in all. On four real "
+        "ranks: one process's gradients"
     )
 
 
@@ -137,8 +141,8 @@ def _action(value: Any) -> Any:
     return Action(*plain(tuple(value))) if isinstance(value, tuple) and len(value) in (2, 3) else value
 
 
-def _judged(mine: Orders, case: Case) -> Timeline:
-    line, ours = timed(mine), timed(reference(case))
+def _judged(mine: Orders, case: Case, most: float) -> Timeline:
+    line = timed(mine)
     whole = not any(action.kind == "W" for action in mine[0])
     slow = timed(orders("1f1b", *case[:2])).seconds
     facts = {"case": case, "orders": mine, "whole": whole, "one_f_one_b": whole and line.seconds == slow}
@@ -147,8 +151,8 @@ def _judged(mine: Orders, case: Case) -> Timeline:
         contract.holds(
             held <= room, f"rank {rank} holds {held:g} micro-batches at a time, and has room for {room}", MEMORY
         )
-    told = f"your orders take {line.seconds:g} s, 1F1B {slow:g} s, and {ours.seconds:g} s are possible"
-    contract.holds(line.seconds <= ours.seconds + 1e-6, told, TIME)
+    told = f"your orders take {line.seconds:g} s, 1F1B {slow:g} s, and {most:g} s are possible"
+    contract.holds(line.seconds <= most + 1e-6, told, TIME)
     return line
 
 

@@ -52,10 +52,8 @@ def refusal(asked: Question, chosen: Settings, need: Needs) -> Refusal:
         why = "what is offloaded from all GPUs of a node"
         where = f"a node's memory of {has / GIB:,.0f} GiB (assumed)"
     else:
-        parts = {
-            name: getattr(need.memory, name) for name in ("weights", "gradients", "optimizer", "activations", "logits")
-        }
-        parts["buffers and gathered weights"] = need.memory.buffers
+        parts = dict(need.memory.at_peak)
+        parts["buckets, gathered weights and gradients not yet reduced"] = parts.pop("temporaries")
         largest = sorted(parts, key=parts.__getitem__, reverse=True)[:2]
         why = " and ".join(f"{name} alone {parts[name] / GIB:,.1f} GiB" for name in largest)
         where = f"a card's {has / GIB:,.1f} GiB"

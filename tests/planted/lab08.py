@@ -13,6 +13,9 @@ MUTANTS = [
     ("half_block", "return scattered(gradient @ weight, ctx.group), gradient.T @ whole, None", "return (gradient @ weight).chunk(ctx.group.size())[ctx.group.rank()], gradient.T @ whole, None", "the gradient of the input"),
     ("half_block", "self.group = norm, up, down, group\n", "self.group = norm, up, down, group\n        self.all = (up.weight.data, down.weight.data)\n", "still holds"),
     ("half_block", "[group.rank()].clone())", "[group.rank()])", "clone it"),
+    ("half_block", "[group.rank()]", "[dist.get_rank() % group.size()]", "parameter"),
+    ("half_block", "self.norm, self.up, self.down, self.group = norm,", "self.norm, self.up, self.down, self.group = nn.LayerNorm(norm.normalized_shape),", ""),
+    ("beat_1f1b", "ahead = min(stages - 1 - rank, micro_batches)", "ahead = stages - 1 - rank", ""),
     ("beat_1f1b", "            order.append(Action(\"B\", i))\n            if i >= late:\n                order.append(Action(\"W\", i - late))\n        order += [Action(\"W\", i) for i in range(max(micro_batches - late, 0), micro_batches)]\n", "            order.append(Action(\"B\", i))\n", "that is 1F1B"),
     ("beat_1f1b", "ahead = min(stages - 1 - rank, micro_batches)", "ahead = micro_batches", "that is GPipe"),
     ("beat_1f1b", "ahead = min(stages - 1 - rank, micro_batches)", "ahead = 0", "one rank works at a time"),
@@ -21,9 +24,11 @@ MUTANTS = [
     ("beat_1f1b", "late = min(room[rank] - (stages - rank), rank)", "late = 0", "which W"),
     ("beat_1f1b", "        ranks.append(order)", "        ranks.insert(0, order)", ""),
     ("beat_1f1b", "range(max(micro_batches - late, 0), micro_batches)", "range(micro_batches - late + 1, micro_batches)", "never runs"),
-    ("on_a_mesh", "rows = batch.chunk(dp)[grid.get_local_rank(\"dp\")]", "rows = batch", "each replica its own"),
-    ("on_a_mesh", "rows = batch.chunk(dp)[grid.get_local_rank(\"dp\")]", "rows = batch.chunk(dp)[0]", "each replica its own"),
+    ("on_a_mesh", "rows = batch.chunk(dp)[grid.get_local_rank(\"dp\")]", "rows = batch", "every rank trains on all rows"),
+    ("on_a_mesh", "rows = batch.chunk(dp)[grid.get_local_rank(\"dp\")]", "rows = batch.chunk(dp)[0]", "before any step"),
     ("on_a_mesh", "    for unit in (*model.model.layers, model):\n        fully_shard(unit, mesh=grid[\"dp\"])\n", "    fully_shard(model, mesh=grid[\"dp\"])\n", "shard each layer"),
+    ("on_a_mesh", "(*model.model.layers, model)", "([*model.model.layers], model)", "should be 3"),
+    ("on_a_mesh", "init_device_mesh(\"cpu\", (dp, tp), mesh", "dist.device_mesh.DeviceMesh(\"cpu\", torch.arange(dp * tp).view(tp, dp).T, mesh", "neighbours"),
     ("on_a_mesh", "    plan[\"self_attn\"] = PrepareModuleInput(input_kwarg_layouts=keyword, desired_input_kwarg_layouts=keyword)\n", "", "PrepareModuleInput"),
     ("on_a_mesh", "            logits = model(input_ids=rows).logits\n", "            cut = model(input_ids=rows).logits\n            logits = cut.redistribute(placements=[whole]).redistribute(placements=cut.placements)\n", "leave the logits cut"),
     ("on_a_mesh", "\"model.embed_tokens\": RowwiseParallel(input_layouts=whole), ", "", "embedding and head"),
@@ -34,12 +39,13 @@ MUTANTS = [
     ("mended", "            dist.all_reduce(norm, group=self.tp)  # along each axis all ranks call in the same order\n            for", "            for", "added up along tp"),
     ("mended", "            dist.all_reduce(square, group=self.tp)\n            return (square + norm.square().sum()).sqrt()  # norm is the same on all tp ranks: count it once", "            square += norm.square().sum()\n            dist.all_reduce(square, group=self.tp)\n            return square.sqrt()", "counted by each"),
     ("mended", "            square = matrix.square().sum()\n            dist.all_reduce(square, group=self.tp)\n", "            square = matrix.square().sum()\n", "all tp ranks"),
-    ("mended", "for group in (self.tp, self.dp):", "for group in (self.tp,):", "a number that all of them have"),
-    ("mended", "for group in (self.tp, self.dp):", "for group in (self.dp,):", "a number that all of them have"),
+    ("mended", "for group in (self.tp, self.dp):", "for group in (self.tp,):", "all r"),
+    ("mended", "for group in (self.tp, self.dp):", "for group in (self.dp,):", "all r"),
+    ("mended", "torch.stack([matrix.isfinite().all(), norm.isfinite().all()])", "torch.stack([~matrix.isnan().any(), ~norm.isnan().any()])", "all replicas count"),
+    ("mended", "            dist.all_reduce(total, group=self.dp)\n            return bool(total / self.dp.size() < goal)", "            below = (total < goal).float()\n            dist.all_reduce(below, group=self.dp)\n            return bool(below > self.dp.size() / 2)", "all replicas count"),
     ("mended", "            dist.all_reduce(total, group=self.dp)\n", "            dist.broadcast(total, src=dist.get_process_group_ranks(self.dp)[0], group=self.dp)\n            total *= self.dp.size()\n", "their mean loss"),
     ("mended", "            dist.all_reduce(total, group=self.dp)\n", "            total *= self.dp.size()\n", "a number that all of them have"),
     ("mended", "    class Mended(Trainer):\n", "    class Mended(Trainer):\n        def train(self, steps, goal, lr):\n            return super().train(steps, goal, lr)\n\n", "healthy"),
-    ("choose_plan", "\"method\": \"qlora\"", "\"method\": \"lora\"", "does not fit"),
     ("choose_plan", "\"strategy\": \"zero2\"", "\"strategy\": \"ddp\"", "does not fit"),
     ("choose_plan", "{\"offer\": \"A100-40\", \"machines\": 4", "{\"offer\": \"H100\", \"machines\": 4", "dollars"),
     ("choose_plan", "small |= {\"dp\": 16,", "small |= {\"dp\": 8,", "nothing to do"),
@@ -142,11 +148,10 @@ def mended():
 """
 _PLANS = """
 def choose(task):
-    keys = ("offer", "machines", "method", "strategy", "dp", "tp", "pp", "micro_batch", "checkpointing")
+    keys = ("offer", "machines", "strategy", "dp", "tp", "pp", "micro_batch", "checkpointing")
     chosen = {
-        "adapters": ("two of your cards", 1, "qlora", "zero1", 2, 1, 1, 1, "selective"),
-        "all of 8B": ("H100", 1, "full", "zero2", 8, 1, 1, 1, "selective"),
-        "all of 70B": ("H100", 4, "full", "zero1", 2, 4, 4, 1, "selective"),
+        "all of 8B": ("H100", 1, "zero2", 8, 1, 1, 1, "selective"),
+        "all of 70B": ("H100", 4, "zero1", 2, 4, 4, 1, "selective"),
     }
     return dict(zip(keys, chosen[task.name]))
 """
