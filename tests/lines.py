@@ -24,7 +24,7 @@ ROOMS = {
     ),  # a step's units, memory snapshots, an all-to-all's formula, a rank's pages and copies on the host; when pipeline stages run came from training
     "course_lib/collectives": (392, 392),
     "course_lib/memory": (2896, 2300),  # DeepSpeed's bf16 master copies; each moment of FSDP2's step
-    "course_lib/parallel": (523, 523),  # when a bucket travels, by arithmetic
+    "course_lib/parallel": (505, 523),  # when a bucket travels, by arithmetic
     "course_lib/models": (759, 400),  # the Llama of any widths and the batches of answers came from training
     "course_lib/training": (2082, 1200),
     "course_lib/checkpoints": (461, 400),
@@ -35,19 +35,19 @@ ROOMS = {
     "course_lib/figures": (1492, 950),  # a figure becomes a compact SVG; gigabytes
     "course_lib/on_cpu": (151, 500),  # NF4 came from training, and keeps bitsandbytes quiet
     "course_lib": (600, 300),  # a lesson's opening picture in Colab
-    "course_tools/planning": (3307, 2500),  # a ZeRO plan's script brings its JSON
+    "course_tools/planning": (3305, 2500),  # a ZeRO plan's script brings its JSON
     "course_tools/axolotl": (3089, 2000),  # a notebook needs no remark that it waits
     "course_tools/clusters": (1090, 600),
     "course_tools/conversion": (1022, 700),
     "course_tools/monitoring": (744, 450),
     "course_tools/doctor": (717, 450),
     "course_tools": (151, 150),  # where to go on, and the notebook there
-    "course_checks/harness": (1211, 700),  # clauses and hints; what labs share came from labs 3 to 6
-    "course_checks": (9565, 3850),  # labs 4 to 6 run on ranks; a norm before clipping
+    "course_checks/harness": (1157, 700),  # clauses and hints; what labs share came from labs 3 to 6
+    "course_checks": (9029, 3850),  # labs 4 to 6 run on ranks; a norm before clipping
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
-    "tests/planted": (2049, 1300),
+    "tests/planted": (1785, 1300),
     "tests": (
-        14102,
+        14073,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces; a pace, unequal shares
     "benchmarks": (

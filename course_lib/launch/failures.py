@@ -267,13 +267,7 @@ def hung(folder: str, ranks: int, timeout: float) -> RanksHung:
         never = "never got there: it is" if len(group) == 1 else "never got there: they are"
         sentences.append(f"{ranks_in_words(group)} {never if waiting else 'is' if len(group) == 1 else 'are'} in {at}")
     if returned:
-        never = (
-            "never got there: the function has returned"
-            if waiting
-            else "has returned"
-            if len(returned) == 1
-            else "have returned"
-        )
+        never = "never got there: the function has returned" if waiting else "already returned"
         sentences.append(f"{ranks_in_words(returned)} {never}")
     report = f"no result after {timeout:g} s. " + ";\n".join(sentences) + "."
     return RanksHung("\n".join([report, *_mismatch(folder, ranks, kinds=False)]))
