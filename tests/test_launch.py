@@ -20,6 +20,7 @@ import torch.distributed as dist
 from processes import ROOT, until
 
 from course_lib.launch import launch
+from course_lib.launch.output import Stream
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -98,6 +99,7 @@ def test_output_streams_in_order_and_folded(tmp_path, monkeypatch):
     shown: list[str] = []
 
     def talk(signal):
+        dist.barrier()  # a rank may have taken long to start
         print("both say this")
         print(f"only {dist.get_rank()} says this")
         print("10%\r50%\r100%")
@@ -114,7 +116,7 @@ def test_output_streams_in_order_and_folded(tmp_path, monkeypatch):
 
     monkeypatch.setattr("course_lib.launch.run.to_cell", to_cell)
     # on a busy machine a rank is late by more than a line waits for company, and nothing is folded
-    monkeypatch.setattr("course_lib.launch.output.FOLD_SECONDS", 30)
+    monkeypatch.setattr("course_lib.launch.output.FOLD_SECONDS", 10)
     run = launch(talk, str(tmp_path / "shown"), ranks=2)
     assert shown.count("[ranks 0, 1] both say this") == 1 and not any("50%" in line for line in shown)
     for rank in (0, 1):  # each rank's own order
@@ -122,6 +124,20 @@ def test_output_streams_in_order_and_folded(tmp_path, monkeypatch):
         assert shown.index(lines[0]) < shown.index(lines[1]) < shown.index(lines[2])
     assert shown[-1] == "[ranks 0, 1] no newline at the end"
     assert "only 1 says this\n100%\n\n" in run.logs[1] and run.logs[1].endswith("no newline at the end")
+
+
+def test_a_line_finds_company_whichever_file_is_read_first(tmp_path, monkeypatch):
+    """Rank 1's two lines come in one look at its files, and stderr is read before stdout."""
+    monkeypatch.setattr("course_lib.launch.output.FOLD_SECONDS", 60)
+    shown: list[str] = []
+    stream = Stream(str(tmp_path), 2, shown.append)
+    for said in ([(0, "stdout", "both")], [(0, "stderr", "warned")], [(1, "stdout", "both"), (1, "stderr", "warned")]):
+        for rank, name, text in said:
+            (tmp_path / str(rank)).mkdir(exist_ok=True)
+            with (tmp_path / str(rank) / f"{name}.log").open("a") as file:
+                file.write(f"{text}\n")
+        stream.pump()
+    assert shown == ["[ranks 0, 1] both\n[ranks 0, 1] warned"]
 
 
 def test_nothing_listens_for_strangers():

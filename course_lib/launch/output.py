@@ -60,7 +60,7 @@ class Stream:
         self._queue: deque[_Line] = deque()
         self._open: dict[str, deque[_Line]] = {}  # by text, the lines of the queue that may still find company
         self._taken = 0  # lines so far
-        self._place = [0] * ranks  # of the line of the queue that a rank said last
+        self._place: Counter[tuple[int, str]] = Counter()  # of the line of the queue that a rank said last in a file
         self._logs: list[list[str]] = [[] for _ in range(ranks)]
         self.tail: deque[str] = deque(maxlen=TAIL)
 
@@ -74,7 +74,7 @@ class Stream:
         if len(self._paths) < 2 * self._ranks:
             self._find()
         for (rank, name), path in sorted(self._paths.items()):
-            self._take(rank, self._new_lines(rank, name, path, final))
+            self._take(rank, name, self._new_lines(rank, name, path, final))
         ready, now = [], time.monotonic()
         # strictly in order: a line that waits for company holds back the younger ones, or a rank's output would mix
         while self._queue and (
@@ -101,7 +101,7 @@ class Stream:
         self._offsets[rank, name] += len(raw)
         return re.findall(r"[^\n]*\n|[^\n]+", raw.decode(errors="replace"))
 
-    def _take(self, rank: int, lines: list[str]) -> None:
+    def _take(self, rank: int, name: str, lines: list[str]) -> None:
         alone: list[str] = []  # since the last line that this rank shares with another
         for line in lines:
             end = "\n" if line.endswith("\n") else ""
@@ -112,14 +112,14 @@ class Stream:
             self._logs[rank].append(text + end)
             if not text.strip():
                 continue
-            # a rank joins a line only below its own last one, or its output would be shown out of order
+            # a rank joins a line only below its own last one of this file, or its output would be shown out of order
             same = self._open.get(text, ())
-            nth = bisect_right(same, self._place[rank], key=lambda line: line.number)
+            nth = bisect_right(same, self._place[rank, name], key=lambda line: line.number)
             if nth < len(same):
                 _put_before(same[nth], rank, alone)
                 alone = []
                 same[nth].ranks.append(rank)
-                self._place[rank] = same[nth].number
+                self._place[rank, name] = same[nth].number
             else:
                 alone.append(text)
         for text in alone:
@@ -127,7 +127,7 @@ class Stream:
             line = _Line(text, [rank], self._taken, time.monotonic())
             self._open.setdefault(text, deque()).append(line)
             self._queue.append(line)
-            self._place[rank] = line.number
+            self._place[rank, name] = line.number
 
     def _close(self, line: _Line) -> list[str]:
         same = self._open[line.text]
