@@ -43,13 +43,13 @@ ROOMS = {
     "course_tools/doctor": (717, 450),
     "course_tools": (151, 150),  # where to go on, and the notebook there
     "course_checks/harness": (1157, 700),  # clauses and hints; what labs share came from labs 3 to 6
-    "course_checks": (8995, 3850),  # labs 4 to 6 run on ranks; a norm before clipping
+    "course_checks": (9002, 3850),  # labs 4 to 6 run on ranks; a norm before clipping; a default group in lab 8
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
-    "tests/planted": (1785, 1300),
+    "tests/planted": (1786, 1300),
     "tests": (
-        14089,
+        14090,
         9700,
-    ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces; a pace, unequal shares; lines from two files of a rank
+    ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces; a pace, unequal shares; lines from two files of a rank; a deadline
     "benchmarks": (
         2347,
         1000,

@@ -20,6 +20,7 @@ def test_each_task_has_several_good_plans_and_the_planners_own_is_none() -> None
     for task in planning.TASKS:
         least, offer, best = planning.cheapest(task)
         assert best.memory_bytes <= (1 - planning.HEADROOM) * task.offers[offer].rent(1).card.memory
+        assert best.days <= task.time
         theirs, _, first = planning.planners(task)
         assert theirs > planning.FACTOR * least and first.days < best.days
         rented = [task.offers[offer].rent(count, 1 - planning.HEADROOM) for count in (best.machines.nodes, 4)]

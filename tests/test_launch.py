@@ -115,7 +115,7 @@ def test_output_streams_in_order_and_folded(tmp_path, monkeypatch):
             (tmp_path / "shown").touch()
 
     monkeypatch.setattr("course_lib.launch.run.to_cell", to_cell)
-    # on a busy machine a rank is late by more than a line waits for company, and nothing is folded
+    # on a busy machine a rank may be late by more than a line usually waits for company
     monkeypatch.setattr("course_lib.launch.output.FOLD_SECONDS", 10)
     run = launch(talk, str(tmp_path / "shown"), ranks=2)
     assert shown.count("[ranks 0, 1] both say this") == 1 and not any("50%" in line for line in shown)

@@ -12,7 +12,7 @@ RANKS, SIZES = 4, (4, 2, 1)
 
 
 def my_groups() -> list[dist.ProcessGroup]:
-    """The groups of each of SIZES to which this rank belongs, and these are no neighbours. Every rank must call it."""
+    """The groups of each of SIZES to which this rank belongs, two being no neighbours. Every rank must call it."""
     groups = []
     for size in SIZES:
         every = [dist.new_group(range(first, RANKS, RANKS // size)) for first in range(RANKS // size)]

@@ -116,6 +116,7 @@ def _right(make: Callable[..., Any], group: dist.ProcessGroup, seed: int) -> str
     partial = {name: names[name].grad.clone() for name in PARTIAL if names[name].grad is not None}
     with record_collectives() as calls:
         block.finish_gradients()
+    _inside(contract, FINISH, calls)
     for name, parameter in whole.named_parameters():
         right = parameter.grad.chunk(ranks, CUT[name])[rank] if name in CUT else parameter.grad
         contract.facts["own"] = lambda yours, name=name: ranks > 1 and torch.allclose(yours, partial[name])
@@ -134,12 +135,16 @@ def _right(make: Callable[..., Any], group: dist.ProcessGroup, seed: int) -> str
 def _sent(contract: Contract, what: str, calls: list[Collective], due: dict[str, int], size: float) -> None:
     """Just these collectives, each sending this many bytes; on one rank none is needed, and any is welcome."""
     contract.facts["kinds"] = [call.kind for call in calls]
-    astray = [call for call in calls if call.group != contract.facts["members"]]
-    contract.holds(not astray, f"{what} calls {astray and astray[0].kind} in another group than the one given", what)
+    _inside(contract, what, calls)
     issued = sorted(f"{c.kind} that sends {in_bytes(c.wire_bytes)}" for c in calls if len(c.group) > 1)
     wanted = sorted(f"{kind} that sends {in_bytes(size)}" for kind, count in due.items() for _ in range(count))
     told = f"{what} calls {', '.join(issued) or 'nothing'}, and should call {', '.join(wanted)}"
     contract.holds(not size or issued == wanted, told, what)
+
+
+def _inside(contract: Contract, what: str, calls: list[Collective]) -> None:
+    astray = [call for call in calls if call.group != contract.facts["members"]]
+    contract.holds(not astray, f"{what} calls {astray and astray[0].kind} in another group than the one given", what)
 
 
 @lab.exercise("Half a block, cut twice", importance=4, difficulty=4, minutes=30)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -63,17 +63,6 @@ class Task:
     def dollars(self, found: Plan, offer: str) -> float:
         return found.days * 24 * found.machines.nodes * self.offers[offer].price
 
-    def every(self, room: float) -> Iterator[tuple[float, str, Plan]]:
-        """(dollars, offer, fastest plan) for each number of machines of each offer."""
-        for name, offer in self.offers.items():
-            for count in range(1, offer.most + 1):
-                try:
-                    answer = plan(self.model, offer.rent(count, room), **self.asked)
-                except (NoPlan, ValueError):  # it does not fit, or the batch does not divide
-                    continue
-                fastest = min(answer.plans, key=lambda each: each.step_seconds)
-                yield self.dollars(fastest, name), name, fastest
-
 
 SMALL = {"A100-40": Offer("8xa100-40gb", 6.00, 4), "H100": Offer("8xh100-80gb", 20.00, 4, SLOW)}
 LARGE = {"H100": Offer("8xh100-80gb", 20.00, 8, SLOW), "A100": Offer("8xa100-80gb", 10.00, 8)}
@@ -84,15 +73,28 @@ TASKS = (
 
 
 @functools.cache
+def every(task: Task, room: float) -> list[tuple[float, str, Plan]]:
+    """(dollars, offer, fastest plan) for each number of machines of each offer."""
+    found = []
+    for name, offer in task.offers.items():
+        for count in range(1, offer.most + 1):
+            try:
+                answer = plan(task.model, offer.rent(count, room), **task.asked)
+            except (NoPlan, ValueError):  # it does not fit, or the batch does not divide
+                continue
+            fastest = min(answer.plans, key=lambda each: each.step_seconds)
+            found.append((task.dollars(fastest, name), name, fastest))
+    return found
+
+
 def cheapest(task: Task) -> tuple[float, str, Plan]:
     """The least dollars with headroom and in time."""
-    return min((each for each in task.every(1 - HEADROOM) if each[2].days <= task.time), key=lambda each: each[0])
+    return min((each for each in every(task, 1 - HEADROOM) if each[2].days <= task.time), key=lambda each: each[0])
 
 
-@functools.cache
 def planners(task: Task) -> tuple[float, str, Plan]:
     """What the planner calls the fastest, given everything there is, and no headroom to leave."""
-    return min(task.every(1.0), key=lambda each: each[2].days)
+    return min(every(task, 1.0), key=lambda each: each[2].days)
 
 
 def show() -> Page:
@@ -130,7 +132,7 @@ def choose_plan(choose: Callable[..., Any]) -> str:
             found.days <= task.time,
             f"takes {found.days:.2f} days, and {task.time:g} of {task.days:g} are yours. {held}",
         )
-        same = min((cost for cost, name, other in task.every(1 - HEADROOM) if (name, other.machines.nodes) == (offer, found.machines.nodes)), default=yours)  # fmt: skip
+        same = min((cost for cost, name, other in every(task, 1 - HEADROOM) if (name, other.machines.nodes) == (offer, found.machines.nodes)), default=yours)  # fmt: skip
         better = (
             f"other plans for these machines cost {same:,.2f}. {held}"
             if yours > FACTOR * same
