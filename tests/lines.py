@@ -26,20 +26,20 @@ ROOMS = {
     "course_lib/memory": (2896, 2300),  # DeepSpeed's bf16 master copies; each moment of FSDP2's step
     "course_lib/parallel": (505, 523),  # when a bucket travels, by arithmetic
     "course_lib/models": (759, 400),  # the Llama of any widths and the batches of answers came from training
-    "course_lib/training": (2082, 1200),
+    "course_lib/training": (1086, 1086),
     "course_lib/checkpoints": (461, 400),
     "course_lib/notebook": (
-        1577,
+        1625,
         600,
-    ),  # every cell says that it runs, the map is a page of cards, buckets, stages and all-reduces have sliders, and a recorded step a player
-    "course_lib/figures": (1492, 950),  # a figure becomes a compact SVG; gigabytes
+    ),  # every cell says that it runs, the map is a page of cards, buckets, stages, all-reduces and saves have sliders, and a recorded step a player
+    "course_lib/figures": (1545, 950),  # a figure becomes a compact SVG; gigabytes; packed rows, time lost by the interval
     "course_lib/on_cpu": (151, 500),  # NF4 came from training, and keeps bitsandbytes quiet
     "course_lib": (600, 300),  # a lesson's opening picture in Colab
     "course_tools/planning": (3305, 2500),  # a ZeRO plan's script brings its JSON
-    "course_tools/axolotl": (3089, 2000),  # a notebook needs no remark that it waits
-    "course_tools/clusters": (1090, 600),
+    "course_tools/axolotl": (3129, 2000),  # a notebook needs no remark that it waits; on SIGTERM all ranks save the same step
+    "course_tools/clusters": (1109, 600),  # Slurm's signal reaches the ranks
     "course_tools/conversion": (1022, 700),
-    "course_tools/monitoring": (744, 450),
+    "course_tools/monitoring": (780, 450),  # a chat on this machine, which was in a notebook's cell
     "course_tools/doctor": (717, 450),
     "course_tools": (151, 150),  # where to go on, and the notebook there
     "course_checks/harness": (1157, 700),  # clauses and hints; what labs share came from labs 3 to 6
@@ -47,7 +47,7 @@ ROOMS = {
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
     "tests/planted": (1786, 1300),
     "tests": (
-        14090,
+        13919,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces; a pace, unequal shares; lines from two files of a rank; a deadline
     "benchmarks": (

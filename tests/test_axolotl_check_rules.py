@@ -161,7 +161,7 @@ def test_good_files_of_every_method_have_nothing_to_find(folder: Path) -> None:
 
 def test_the_lessons_own_files_have_no_errors(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "07_axolotl").symlink_to(LESSONS)
-    names = sorted(path.name for path in LESSONS.glob("*.yml"))
+    names = sorted({path.name for path in LESSONS.glob("*.yml")} - {"broken.yml"})
     assert "base.yml" in names
     for name in names:
         values = yaml.safe_load((LESSONS / "base.yml").read_text(encoding="utf-8"))

@@ -25,7 +25,6 @@ from course_lib.checkpoints import CheckpointError, latest, load, save
 from course_lib.launch import launch
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
-from course_lib.training.resumable import program as resumable
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP says so where there are no ranks
@@ -206,7 +205,7 @@ class NoRoom:
 
 
 def on_a_full_disk(root: str) -> dict:
-    """What a save and a whole training find there."""
+    """What a save finds there."""
     run = sharded()
     save(root, 1, **run)
     # Room for the rank's own file, and not for its shards: at this size torch hides the OSError behind its own error.
@@ -214,26 +213,14 @@ def on_a_full_disk(root: str) -> dict:
         save(root, 2, **run)
     left = sorted(os.listdir(root))
     save(root, 2, **run)  # there is room again
-
-    options = dict(steps=8, save_every=2, global_batch=4, seq_len=16, layers=1, hidden=32, warmup=2, lr=3e-3)
-    folder = f"{root}/training"
-    whole = resumable.train(**options)
-    resumable.train(**options, checkpoint_dir=folder, stop_at=3)
-    with NoRoom(rank=0, size=Path(folder, "journal.jsonl").stat().st_size + 100):  # nor for the journal
-        full = resumable.train(**options, checkpoint_dir=folder, stop_at=7)
-        kept = latest(folder).name
-    later = resumable.train(**options, checkpoint_dir=folder)
-    return dict(error=str(refused.value), left=left, whole=whole, full=full, kept=kept, later=later)
+    return dict(error=str(refused.value), left=left)
 
 
 @pytest.mark.system
-def test_a_full_disk_keeps_the_older_checkpoint_tells_every_rank_and_training_goes_on(private_tmp, tmp_path):
+def test_a_full_disk_keeps_the_older_checkpoint_and_tells_every_rank(private_tmp, tmp_path):
     first, second = launch(on_a_full_disk, str(tmp_path), ranks=2, quiet=True, timeout=200).results
     assert f"rank 1: {os.strerror(errno.EFBIG)}" in first["error"] == second["error"]
     assert first["left"] == second["left"] == [".lock", "step-00000001"]
-    whole, full, later = (first[name] for name in ("whole", "full", "later"))
-    assert full.losses == whole.losses[:7] and full.extra["failed_saves"] == 2 and first["kept"] == "step-00000002"
-    assert later.losses == whole.losses and later.extra["fingerprint"] == whole.extra["fingerprint"]
 
 
 # From here on without ranks, with a model that is not sharded.

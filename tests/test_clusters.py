@@ -41,6 +41,25 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
+# Rank 0 has the batch script's notice come in its third step. A file is called by the step and the rank that saved it.
+SAVES = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+asked = torch.zeros(1)
+signal.signal(signal.SIGTERM, lambda *_: asked.fill_(1))
+dist.init_process_group("gloo")
+for step in range(1, 3000):
+    if step == 3 and dist.get_rank() == 0:
+        os.kill(int(os.environ["BATCH"]), signal.SIGUSR1)
+    time.sleep(0.01)
+    anyone = asked.clone()
+    dist.all_reduce(anyone, dist.ReduceOp.MAX)
+    if anyone:
+        open(f"{sys.argv[1]}/{step} {dist.get_rank()}", "w").close()
+        break
+dist.destroy_process_group()
+"""
+
 
 def job(target: str, **settings: Any) -> Job:
     """Two machines of eight, with what this target insists on."""
@@ -140,6 +159,7 @@ def test_the_environment_reaches_the_ranks_and_secrets_stay_out_of_the_files(
     assert "hunter2" not in text + start_command(made, target)
     assert "WANDB_API_KEY" in text + start_command(made, target)
     expected = {"TEXT": ODD, "NCCL_DEBUG": "INFO", "PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    expected["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "100"  # of a notice of 120
     if target in ("torchrun", "slurm"):
         exports = [line for line in text.splitlines() if line.startswith("export ") and "RDZV_ENDPOINT" not in line]
         script = "\n".join([*exports, "env -0"])
@@ -227,19 +247,50 @@ def test_torchrun_two_agents_meet_and_start_again_together(tmp_path: Path) -> No
     assert results == {f"attempt {attempt} rank {rank}": f"2.0 {ODD}" for attempt in (0, 1) for rank in (0, 1)}
 
 
-def test_the_slurm_script_queues_itself_again_and_returns_what_its_step_returned(tmp_path: Path) -> None:
-    """The real script under bash, with stand-ins for srun and scontrol: the step itself sends the signal."""
-    stand_in(tmp_path, "srun", 'kill -USR1 "$PPID"; sleep 0.3; exit 7')
+@pytest.mark.parametrize(
+    ("noticed", "code", "count", "requeued"),
+    [(True, 7, "9", True), (True, 7, "10", False), (True, 0, "0", False), (False, 7, "0", False)],
+)
+def test_the_slurm_script_queues_itself_again_and_returns_what_its_step_returned(
+    noticed: bool, code: int, count: str, requeued: bool, tmp_path: Path
+) -> None:
+    """The real script under bash, with stand-ins for Slurm's commands: the step itself sends the signal."""
+    signal_script = 'kill -USR1 "$PPID"; sleep 0.3; ' if noticed else ""
+    stand_in(tmp_path, "srun", f"{signal_script}echo step >> {tmp_path}/asked; exit {code}")
     stand_in(tmp_path, "scontrol", f'echo "$@" >> {tmp_path}/asked; echo first; echo second')
+    stand_in(tmp_path, "scancel", f'echo "$@" >> {tmp_path}/asked')
     script = write(job("slurm"), "slurm", tmp_path / "launch").files[0]
-    for count, requeued in (("9", True), ("10", False)):
-        (tmp_path / "asked").unlink(missing_ok=True)
-        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "node[1-2]"}
-        env["SLURM_RESTART_COUNT"] = count
-        done = subprocess.run(["bash", str(script)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 7, done.stderr
-        asked = (tmp_path / "asked").read_text(encoding="utf-8").splitlines()
-        assert asked == ["show hostnames node[1-2]"] + ["requeue 41"] * requeued, count
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "node[1-2]"}
+    env["SLURM_RESTART_COUNT"] = count
+    done = subprocess.run(["bash", str(script)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    expected = ["show hostnames node[1-2]"] + ["--signal=TERM 41"] * noticed + ["step"] + ["requeue 41"] * requeued
+    assert (tmp_path / "asked").read_text(encoding="utf-8").splitlines() == expected
+
+
+@pytest.mark.parametrize("handled", ["SIGTERM", "SIGUSR2"])
+def test_at_the_notice_the_ranks_save_at_one_step_before_the_job_is_queued_again(
+    handled: str, tmp_path: Path, no_leftovers: None
+) -> None:
+    """Slurm signals a step's tasks, here torchrun. Ranks that do not handle what torchrun hands on save nothing."""
+    saved = 2 if handled == "SIGTERM" else 0
+    (tmp_path / "train.py").write_text(SAVES.replace("SIGTERM", handled), encoding="utf-8")
+    stand_in(tmp_path, "srun", 'export BATCH=$PPID; shift 2; echo $$ > agent; exec "$@"')
+    stand_in(tmp_path, "scontrol", 'echo "$@, $(ls out | wc -l) saved" >> asked; echo localhost')
+    stand_in(tmp_path, "scancel", 'echo "$@" >> asked; kill -TERM "$(cat agent)"')
+    settings = {"num_nodes": 1, "gpus_per_node": 2, "gpu": "cpu", "output_dir": "out"}
+    made = job("slurm", command=["train.py", "{output_dir}"], **settings)
+    script = write(made, "slurm", tmp_path / "launch").files[0]
+    number = str(os.getpid())  # two sessions of tests do not meet either
+    env = os.environ | {"SLURM_JOB_ID": number, "SLURM_JOB_NODELIST": "localhost", "OMP_NUM_THREADS": "1"}
+    env["PATH"] = f"{tmp_path}:{Path(sys.executable).parent}:{env['PATH']}"
+    command = ["timeout", "100", "bash", str(script)]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr  # torchrun's, after a signal
+    asked = (tmp_path / "asked").read_text(encoding="utf-8").replace(number, "ID").splitlines()
+    assert asked == ["show hostnames localhost, 0 saved", "--signal=TERM ID", f"requeue ID, {saved} saved"], done.stderr
+    names = sorted(path.name.split() for path in (tmp_path / "out").iterdir())
+    assert [rank for _, rank in names] == ["0", "1"][:saved] and len({step for step, _ in names}) == saved / 2
 
 
 def test_kubernetes_files_are_what_trainers_own_models_take(config: str) -> None:

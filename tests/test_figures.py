@@ -96,7 +96,6 @@ CURVE_BY_SIZE = Curve(4, POINTS, {"backend": "gloo"})
 
 # At least one picture of every function that draws.
 DRAWINGS = [
-    partial(figures.losses, {f"run {i}": [5.0 - i / 10, 4.0] for i in range(9)}),
     partial(figures.timeline, [ddp_step(), ddp_step(0.001)], title="One DDP step", names=["one", "the other"]),
     partial(figures.fitted_curve, CURVE_BY_SIZE, CURVE_BY_SIZE.fit(), held_out=[2**14]),
     partial(links.seconds_by_size, [2**10, 2**20], {"ring": [2.0, 3.0], "tree": [1.0, 9.0]}, title="Ways"),
@@ -118,6 +117,8 @@ DRAWINGS = [
     ),
     partial(sharding.traffic, SENT, note="counted by the system"),
     partial(units.units_over_step, STEP, 1, title="A step"),
+    partial(training_figures.time_lost, [1, 10, 100], {"8 GPUs": [0.2, 0.1, 0.3]}, {"8 GPUs": 12}, title="Lost"),
+    partial(training_figures.packing, [[400, 300], [500]], 1024, title="Packed"),
     partial(ranks.side_by_side, LOGGED | {3: {"loss": [(0, 2.5)]}}, title="Four ranks"),
     partial(splits.column_then_row),
     partial(pipeline.timelines, {"chunks": schedule_of("interleaved", 2, 2, 2)}, title="Two chunks"),

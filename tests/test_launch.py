@@ -21,6 +21,7 @@ from processes import ROOT, until
 
 from course_lib.launch import launch
 from course_lib.launch.output import Stream
+from course_lib.launch.rendezvous import restart_safe_init_method
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -233,3 +234,17 @@ def test_a_plain_script_in_a_second_checkout_runs_that_checkouts_code_once(tmp_p
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("top level of the script") == 1
+
+
+def test_each_life_of_a_job_has_a_part_of_the_store_to_itself(monkeypatch):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    life = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(server.port), RANK="0", WORLD_SIZE="1", GROUP_WORLD_SIZE="1")
+    for name, value in (life | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}).items():
+        monkeypatch.setenv(name, value)
+    first, *_ = next(dist.rendezvous(restart_safe_init_method()))
+    first.set("address", "of a rank that will die")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    second, rank, world_size = next(dist.rendezvous(restart_safe_init_method()))
+    assert first.check(["address"]) and not second.check(["address"]) and (rank, world_size) == (0, 1)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert restart_safe_init_method() == "env://"

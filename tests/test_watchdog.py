@@ -20,9 +20,7 @@ from refusals import assert_refused
 from course_lib.launch import RankFailed, launch
 from course_lib.models import tiny_llama
 from course_lib.observe.heartbeat import Heartbeat, read_beats, trainer_callback
-from course_lib.training.command_line import parse
-from course_lib.training.resumable import program
-from course_tools.monitoring import Watchdog, command, webhook
+from course_tools.monitoring import Inbox, Watchdog, command, webhook
 
 
 def quiet(_: str) -> None:
@@ -81,23 +79,13 @@ def test_a_killed_rank_is_dead_with_its_last_beat_exact_and_the_one_it_takes_dow
     assert last.numbers == {"loss": 1 / 6}
 
 
-def train_and_note(folder: str) -> list[tuple]:
-    noted = []
-    program.train(steps=3, layers=1, heartbeat=folder, log=lambda step, **numbers: noted.append((step, numbers)))
-    return noted
-
-
-def test_a_resumable_run_reports_each_update_of_every_rank_to_its_log_and_its_heartbeat(tmp_path, capsys):
-    results = launch(train_and_note, str(tmp_path), ranks=2, timeout=120, quiet=True).results
-    names = {"loss", "own_loss", "gradient_norm", "learning_rate", "tokens_per_second", "memory_bytes"}
-    for rank, noted in enumerate(results):
-        assert [step for step, _ in noted] == [0, 1, 2] and all(set(numbers) == names for _, numbers in noted)
-        assert min(numbers["tokens_per_second"] for _, numbers in noted) > 0
-        beat = read_beats(tmp_path)[rank]
-        assert (beat.step, beat.phase, beat.ended, beat.numbers["loss"]) == (2, "done", "done", noted[2][1]["loss"])
-    assert "log" not in parse(program.train, [])  # no word on a command line is a function
-    with pytest.raises(SystemExit):
-        parse(program.train, ["--log", "print"])
+def test_an_inbox_takes_what_is_posted_and_closes_its_port():
+    with Inbox() as inbox:
+        webhook.post(inbox.url, "rank 1 hangs")
+    ((when, text),) = inbox.texts
+    assert text == "rank 1 hangs" and when <= time.monotonic()
+    with pytest.raises(OSError):
+        webhook.post(inbox.url, "too late")
 
 
 # ------------------------------------------------------------------------------------------------------- the heartbeat

@@ -8,14 +8,13 @@ from course_lib.figures.memory import (
     stacked_against_cards,
     step_memory,
 )
-from course_lib.figures.training import losses, timeline
+from course_lib.figures.training import timeline
 from course_lib.units import nice_bytes
 
 __all__ = [
     "against_cards",
     "allocated_and_reserved",
     "fitted_curve",
-    "losses",
     "nice_bytes",
     "segments",
     "stacked_against_cards",

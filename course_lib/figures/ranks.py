@@ -19,9 +19,10 @@ Series = Sequence[tuple[int, float]]  # (step, value)
 PANELS = {  # metric -> (what its axis says, by what its values are divided)
     "own_loss": ("own loss (nats per token)", 1.0),
     "loss": ("loss (nats per token)", 1.0),
-    "tokens_per_second": ("tokens per second", 1.0),
+    "computing": ("computing (ms)", 0.001),
+    "waiting": ("waiting for others (ms)", 0.001),
+    "utilization": ("utilization (%)", 1.0),
     "memory_bytes": ("memory (GiB)", 2.0**30),
-    "gradient_norm": ("gradient norm", 1.0),
 }
 MARKED = 12  # markers per line: enough to tell lines apart in grey
 
@@ -31,7 +32,7 @@ def side_by_side(
     *,
     title: str = "All ranks, side by side",
 ) -> Picture:
-    """Loss, tokens per second, memory and gradient norm of every rank, over the steps.
+    """Losses, times, utilization and memory of every rank, over the steps.
 
     Args:
         runs: a folder with TensorBoard's event files of each rank, in rank0, rank1, …; or {rank: {metric: series}}.

@@ -7,14 +7,12 @@
 
 from course_tools.axolotl.inputs import make_inputs, write_tokens
 from course_tools.axolotl.overlays import laid_over, merged, write
-from course_tools.axolotl.running import AxolotlRun, inference, merge_lora, preprocess, train, warm_axolotl
+from course_tools.axolotl.running import AxolotlRun, preprocess, train, warm_axolotl
 
 __all__ = [
     "AxolotlRun",
-    "inference",
     "laid_over",
     "make_inputs",
-    "merge_lora",
     "merged",
     "preprocess",
     "train",

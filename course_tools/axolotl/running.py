@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import io
+import itertools
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +73,7 @@ class AxolotlRun:
         return self.run.seconds
 
 
-def train(config: Config, *, ranks: int = 2, timeout: float = 120.0) -> AxolotlRun:
+def train(config: Config, *, ranks: int = 2, die_at: int | None = None, timeout: float = 120.0) -> AxolotlRun:
     """Train by a YAML with Axolotl's own trainer on `ranks` real ranks; NCCL where there are GPUs enough, else gloo.
 
     It is what ``axolotl train CONFIG --launcher torchrun -- --nproc_per_node RANKS`` runs in each process; only the
@@ -83,6 +81,7 @@ def train(config: Config, *, ranks: int = 2, timeout: float = 120.0) -> AxolotlR
 
     Args:
         config: a YAML file, or the mapping of one (see `merged`); its paths count from the working directory.
+        die_at: planted failure: the last rank gets SIGKILL just before its update of this number, counted from 1.
         timeout: seconds the training may take.
 
     Raises:
@@ -99,7 +98,7 @@ def train(config: Config, *, ranks: int = 2, timeout: float = 120.0) -> AxolotlR
     output_dir = Path(values["output_dir"])
     shutil.rmtree(output_dir / "witness", ignore_errors=True)  # of an earlier run, which would be taken for this one's
     with tempfile.TemporaryDirectory(prefix="axolotl-") as folder:
-        run = launch(_train, _written(values, folder), ranks=ranks, timeout=timeout, quiet=True, threads=1)
+        run = launch(_train, _written(values, folder), die_at, ranks=ranks, timeout=timeout, quiet=True, threads=1)
     from course_tools.axolotl.witness import read
 
     witness = read(output_dir)
@@ -127,12 +126,28 @@ def _prepare(config: str) -> None:
     sys.argv[1:] = []  # axolotl parses what stands behind its command, and a rank has been given the launcher's words
 
 
-def _train(config: str) -> None:
+def _train(config: str, die_at: int | None) -> None:
     """Run `axolotl.cli.train` in a rank."""
     _prepare(config)
     from axolotl.cli.train import do_cli
 
+    if die_at is not None and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+        _die_before(die_at)
+
     do_cli(config)
+
+
+def _die_before(update: int) -> None:
+    """Let this process end by SIGKILL when its optimizer is about to make this update."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    updates = itertools.count(1)
+
+    def kill(*_: Any) -> None:
+        if next(updates) == update:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    register_optimizer_step_pre_hook(kill)
 
 
 def preprocess(config: Config, *, timeout: float = 120.0) -> Path:
@@ -140,39 +155,14 @@ def preprocess(config: Config, *, timeout: float = 120.0) -> Path:
     folder = merged(config).get("dataset_prepared_path")
     if not folder:
         raise ValueError("The YAML names no dataset_prepared_path, so the prepared data would be lost: give a folder.")
-    _in_one_process("axolotl.cli.preprocess", config, timeout)
+    with tempfile.TemporaryDirectory(prefix="axolotl-") as place:
+        launch(_preprocess, _written(merged(config), place), ranks=1, timeout=timeout, quiet=True, threads=1)
     return Path(folder)
 
 
-def merge_lora(config: Config, *, timeout: float = 120.0) -> Path:
-    """``axolotl merge-lora CONFIG``: the adapter of `output_dir` added to its base model; returns the merged folder."""
-    adapter = Path(merged(config).get("output_dir") or "")
-    if not (adapter / "adapter_config.json").is_file():
-        raise ValueError(f"{adapter} holds no adapter_config.json: train with adapter: lora first.")
-    _in_one_process("axolotl.cli.merge_lora", config, timeout, lora_model_dir=str(adapter))
-    return adapter / "merged"
-
-
-def inference(config: Config, prompt: str, *, base_model: str | os.PathLike[str], timeout: float = 120.0) -> str:
-    """``axolotl inference CONFIG``: what the model of the folder `base_model` answers; returns what Axolotl printed."""
-    if not prompt.strip():
-        raise ValueError("Give a prompt: Axolotl's inference ends at an empty one.")
-    whole = merged(config, adapter=None, load_in_4bit=None, base_model=os.fspath(base_model))
-    output = _in_one_process("axolotl.cli.inference", whole, timeout, typed=prompt)
-    return output.split("=" * 80)[-3].strip()  # then it asks for the next prompt, and there is none
-
-
-def _in_one_process(module: str, config: Config, timeout: float, typed: str = "", **arguments: str) -> str:
-    with tempfile.TemporaryDirectory(prefix="axolotl-") as folder:
-        path = _written(merged(config), folder)
-        run = launch(_command, module, path, typed, arguments, ranks=1, timeout=timeout, quiet=True, threads=1)
-    return run.logs[0]
-
-
-def _command(module: str, config: str, typed: str, arguments: dict[str, str]) -> None:
-    """Run one of Axolotl's commands in a rank, with `typed` as its keyboard input."""
+def _preprocess(config: str) -> None:
+    """Run `axolotl.cli.preprocess` in a rank."""
     _prepare(config)
-    if importlib.util.find_spec("gradio") is None:  # imported by all of inference, and used by its web page alone
-        sys.modules["gradio"] = types.ModuleType("gradio")
-    sys.stdin = io.StringIO(typed)
-    importlib.import_module(module).do_cli(config, **arguments)
+    from axolotl.cli.preprocess import do_cli
+
+    do_cli(config)

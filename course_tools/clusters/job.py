@@ -16,6 +16,7 @@ from course_lib.validation import check_counts, positive
 from course_tools.clusters.validation import CONTROL_CHARACTER, check_environment, check_job_name, check_line
 
 CPU = "cpu"  # instead of a card: ranks on CPU over gloo
+TO_LEAVE = 20  # seconds of a notice that are kept for what follows the ranks: torchrun's own end, and queueing again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,12 +144,20 @@ class Job:
         return self.gpus_per_node * self.cpus_per_gpu
 
     @property
+    def shutdown_timeout(self) -> int:
+        """Seconds that torchrun gives its ranks between SIGTERM and SIGKILL, to save in."""
+        return max(1, self.notice - TO_LEAVE)
+
+    @property
     def variables(self) -> dict[str, str]:
         """The environment of every rank, secrets left out."""
         # Without NCCL_DEBUG, NCCL says nothing when a link breaks; WARN prints one line in a healthy run.
         # With a shared store, the ranks of a second attempt read the first attempt's addresses and hang:
         # github.com/pytorch/pytorch/issues/135712, and seen with torch 2.13 over two agents.
         usual = {"NCCL_DEBUG": "WARN", "PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        # torchrun would give 30 seconds. Not its option --shutdown-timeout: PyTorch before 2.12 refuses that, and ignores
+        # this, and always gives 30.
+        usual["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(self.shutdown_timeout)
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.gpu == CPU else {}  # or ranks on CPU would find a GPU after all
         return usual | hidden | dict(self.env)
 

@@ -1,8 +1,12 @@
 """Slurm: a script for sbatch. One task per machine; the task is torchrun, which starts that machine's ranks.
 
-Before its time limit Slurm signals this script alone (B:). The script queues the job again, which ends the ranks with
-SIGTERM; the next attempt resumes from the last checkpoint. `wait` returns early when a signal comes, with 128 and the
-signal's number: the step continues then, and is waited for again.
+Before its time limit Slurm signals this script alone (B:). The script sends SIGTERM to the step: each machine's torchrun
+hands it on to its ranks, and gives them `Job.shutdown_timeout` seconds. Only when the step is over is the job queued
+again, for `scontrol requeue` ends whatever still runs. A program that does not handle SIGTERM saves nothing then, and the
+next attempt resumes from the last checkpoint that it wrote before; `course_tools.axolotl.save_on_sigterm` handles it.
+
+A torchrun that SIGTERM ended returns 1 even if its ranks returned 0, and --kill-on-bad-exit then ends the other machines:
+so the ranks must leave together, when the checkpoint is whole.
 """
 
 from __future__ import annotations
@@ -51,22 +55,28 @@ set -euo pipefail
 {{ ["mkdir", "-p", job.output_dir] | quoted }}
 read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export RDZV_ENDPOINT="$first:$(( 20000 + SLURM_JOB_ID % 10000 ))"  # two jobs on one machine do not meet
-again() {
-  if (( ${SLURM_RESTART_COUNT:-0} < {{ requeues }} )); then
-    echo "{{ job.notice }} seconds of the time limit are left: queued again, to resume from the last checkpoint"
-    scontrol requeue "$SLURM_JOB_ID"
-  else
-    echo "time is nearly over, and the job has been queued again {{ requeues }} times: not again"
-  fi
+noticed=0
+notice() {
+  noticed=1
+  echo "{{ job.notice }} seconds of the time limit are left: the ranks are asked to save and to leave"
+  scancel --signal=TERM "$SLURM_JOB_ID"  # reaches the job's steps, not this script
 }
-trap again USR1
+trap notice USR1
 # srun has not taken over cpus-per-task since Slurm 22.05: left out, all ranks of a machine share one core
 srun --cpus-per-task={{ job.cpus }} --kill-on-bad-exit=1 \\
   {{ agent | wrapped }} &
 step=$!
 wait "$step" && code=0 || code=$?
-if (( code == 128 + $(kill -l USR1) )); then
+if (( code == 128 + $(kill -l USR1) )); then  # the signal ended `wait`, and the step is still saving
   wait "$step" && code=0 || code=$?
+fi
+if (( noticed && code != 0 )); then  # 0: the training came to its end after all
+  if (( ${SLURM_RESTART_COUNT:-0} < {{ requeues }} )); then
+    echo "queued again, to resume from the last checkpoint"
+    scontrol requeue "$SLURM_JOB_ID"
+  else
+    echo "the job has been queued again {{ requeues }} times: not again"
+  fi
 fi
 exit "$code"
 """

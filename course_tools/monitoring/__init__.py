@@ -14,5 +14,6 @@ from course_lib.observe.heartbeat import Beat, Heartbeat, read_beats
 from course_tools.monitoring.alarms import Alarm, Recovery
 from course_tools.monitoring.judge import Judge
 from course_tools.monitoring.watchdog import Watchdog
+from course_tools.monitoring.webhook import Inbox
 
-__all__ = ["Alarm", "Beat", "Heartbeat", "Judge", "Recovery", "Watchdog", "read_beats"]
+__all__ = ["Alarm", "Beat", "Heartbeat", "Inbox", "Judge", "Recovery", "Watchdog", "read_beats"]

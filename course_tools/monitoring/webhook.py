@@ -6,9 +6,11 @@ import ipaddress
 import json
 import queue
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from urllib.parse import SplitResult, urlsplit
 
 TIMEOUT = 5.0  # seconds that a receiver may be silent
@@ -130,3 +132,36 @@ class Messenger:
             except Exception as error:  # whatever a receiver answers, even what is no HTTP, must not end the watchdog
                 reason = str(getattr(error, "reason", "") or error) or type(error).__name__
         return reason
+
+
+class Inbox(HTTPServer):
+    """A chat on this machine: takes what is posted to `url`, from the start to the end of its ``with`` block.
+
+    `texts` has (seconds of ``time.monotonic``, sentence) for each message.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Receives)
+        self.texts: list[tuple[float, str]] = []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def __enter__(self) -> Inbox:
+        threading.Thread(target=self.serve_forever, args=(0.05,), name="inbox", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Receives(BaseHTTPRequestHandler):
+    server: Inbox
+
+    def do_POST(self) -> None:
+        message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.texts.append((time.monotonic(), message["text"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass

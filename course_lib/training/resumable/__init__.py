@@ -1,1 +1,0 @@
-"""A data-parallel training that continues exactly where it was killed."""

@@ -1,0 +1,52 @@
+"""A plugin that saves a checkpoint and ends the training when SIGTERM asks for it, on all ranks after the same step.
+
+In a YAML: ``plugins: [course_tools.axolotl.save_on_sigterm.SaveOnSigterm]``. Transformers' own `enable_jit_checkpoint` has
+each rank act by its own clock, 3 seconds after its own signal: two ranks may save at different steps, and then wait for
+each other in different collectives. It may also save between a step's backward pass and its update; dropout has drawn
+its random numbers then, and the resumed run, which repeats the step, draws others.
+
+Axolotl also writes a model to `output_dir`, as after any training: it is as unfinished as the checkpoint.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from axolotl.integrations.base import BasePlugin
+from axolotl.utils.dict import DictDefault
+from transformers import Trainer, TrainerCallback
+
+
+class _Save(TrainerCallback):
+    """Asks all ranks after each step whether any of them has had the signal: one all-reduce of one number."""
+
+    asked = False
+
+    def _ask(self, *_: Any) -> None:
+        self.asked = True  # no more: the signal may come in the middle of anything
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.before = signal.signal(signal.SIGTERM, self._ask)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        asked = torch.tensor(int(self.asked), device=args.device)
+        if dist.is_initialized():
+            dist.all_reduce(asked, dist.ReduceOp.MAX)
+        if asked.item():
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if dist.is_initialized():
+            dist.barrier()  # Slurm ends all machines once the ranks of one have left: not before rank 0 has written
+        signal.signal(signal.SIGTERM, self.before or signal.SIG_DFL)
+
+
+class SaveOnSigterm(BasePlugin):
+    """Adds the callback to every rank's trainer."""
+
+    def post_trainer_create(self, cfg: DictDefault, trainer: Trainer) -> None:
+        """Called by Axolotl once the trainer exists, before training."""
+        trainer.add_callback(_Save())
