@@ -32,11 +32,17 @@ ROOMS = {
         1625,
         600,
     ),  # every cell says that it runs, the map is a page of cards, buckets, stages, all-reduces and saves have sliders, and a recorded step a player
-    "course_lib/figures": (1545, 950),  # a figure becomes a compact SVG; gigabytes; packed rows, time lost by the interval
+    "course_lib/figures": (
+        1545,
+        950,
+    ),  # a figure becomes a compact SVG; gigabytes; packed rows, time lost by the interval
     "course_lib/on_cpu": (151, 500),  # NF4 came from training, and keeps bitsandbytes quiet
     "course_lib": (600, 300),  # a lesson's opening picture in Colab
     "course_tools/planning": (3305, 2500),  # a ZeRO plan's script brings its JSON
-    "course_tools/axolotl": (3129, 2000),  # a notebook needs no remark that it waits; on SIGTERM all ranks save the same step
+    "course_tools/axolotl": (
+        3129,
+        2000,
+    ),  # a notebook needs no remark that it waits; on SIGTERM all ranks save the same step
     "course_tools/clusters": (1109, 600),  # Slurm's signal reaches the ranks
     "course_tools/conversion": (1022, 700),
     "course_tools/monitoring": (780, 450),  # a chat on this machine, which was in a notebook's cell
