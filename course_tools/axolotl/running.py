@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -138,16 +137,15 @@ def _train(config: str, die_at: int | None) -> None:
 
 
 def _die_before(update: int) -> None:
-    """Let this process end by SIGKILL when its optimizer is about to make this update."""
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
+    """Let this process end by SIGKILL when its trainer is about to make this update."""
+    from transformers import TrainerCallback, trainer
 
-    updates = itertools.count(1)
+    class Dies(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step + 1 == update:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-    def kill(*_: Any) -> None:
-        if next(updates) == update:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    register_optimizer_step_pre_hook(kill)
+    trainer.DEFAULT_CALLBACKS.append(Dies)
 
 
 def preprocess(config: Config, *, timeout: float = 120.0) -> Path:
