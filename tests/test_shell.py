@@ -169,3 +169,12 @@ def test_sigkill_of_the_notebook_leaves_nothing(mark):
     finally:
         notebook.kill()
         notebook.wait()
+
+
+def test_a_backgrounds_processes_are_the_command_and_what_it_started(mark):
+    with Background(python(TREE, mark)) as command:
+        tree_is_up(mark)
+        first, *workers = command.processes()
+        assert {worker.ppid() for worker in workers} == {first.pid} and len(workers) == 2
+        workers[0].kill()
+        until(lambda: len(command.processes()) == 2)  # what has ended is none of them

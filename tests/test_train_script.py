@@ -76,6 +76,17 @@ def test_a_spike_costs_its_batch_and_no_update(tmp_path: Path) -> None:
     assert [(line["step"], line["skipped"]) for line in lines if "skipped" in line] == [(5, 5)]
 
 
+def only_spikes(folder: str) -> None:
+    train = runpy.run_path(str(SCRIPT))["train"]
+    train.__globals__["is_spike"] = lambda loss, recent: True
+    train(rank_device(), folder, STEPS, SAVE_EVERY)
+
+
+def test_a_run_of_spikes_ends_it(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="RuntimeError"):
+        launch(only_spikes, str(tmp_path), ranks=1, quiet=True, timeout=60)
+
+
 def test_a_spike_is_far_above_the_last_losses() -> None:
     is_spike = runpy.run_path(str(SCRIPT))["is_spike"]
     steady = [3.0 + 0.01 * (-1) ** n for n in range(16)]

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 Series = Sequence[tuple[int, float]]  # (step, value)
 PANELS = {  # metric -> (what its axis says, by what its values are divided)
-    "own_loss": ("own loss (nats per token)", 1.0),
     "loss": ("loss (nats per token)", 1.0),
+    "weight_norm": ("norm of the weights", 1.0),
     "computing": ("computing (ms)", 0.001),
-    "waiting": ("waiting for others (ms)", 0.001),
+    "waiting": ("all-reduce, with waiting (ms)", 0.001),
     "utilization": ("utilization (%)", 1.0),
     "memory_bytes": ("memory (GiB)", 2.0**30),
 }

@@ -18,8 +18,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from course_lib.launch.checkout import patience, python_path
+
+if TYPE_CHECKING:
+    import psutil
 
 GRACE = 5.0  # seconds in which a supervisor ends what is below it, before it is ended itself
 
@@ -86,6 +90,13 @@ class Background:
         if check and code:
             raise RuntimeError(f"`{self.command}` ended with exit code {code}{self._tail()}")
         return self._printed()
+
+    def processes(self) -> list[psutil.Process]:
+        """The command, and then what runs below it, parents first: torchrun and its ranks."""
+        import psutil
+
+        below = psutil.Process(self._process.pid).children(recursive=True)
+        return [process for process in below if _runs(process)]
 
     def __enter__(self) -> Background:
         return self

@@ -10,7 +10,9 @@ Axolotl also writes a model to `output_dir`, as after any training: it is as unf
 
 from __future__ import annotations
 
+import functools
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +20,13 @@ import torch.distributed as dist
 from axolotl.integrations.base import BasePlugin
 from axolotl.utils.dict import DictDefault
 from transformers import Trainer, TrainerCallback
+
+
+def _ignore_sigterm(then: Callable[[int], None] | None, worker: int) -> None:
+    """Let a data loader's worker leave only when its rank does; `then` is what it would have begun with."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if then is not None:
+        then(worker)
 
 
 class _Save(TrainerCallback):
@@ -28,8 +37,11 @@ class _Save(TrainerCallback):
     def _ask(self, *_: Any) -> None:
         self.asked = True  # no more: the signal may come in the middle of anything
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
         self.before = signal.signal(signal.SIGTERM, self._ask)
+        if train_dataloader is not None:
+            # torchrun signals its ranks' process groups, and a worker that dies would take its rank down before the save
+            train_dataloader.worker_init_fn = functools.partial(_ignore_sigterm, train_dataloader.worker_init_fn)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         asked = torch.tensor(int(self.asked), device=args.device)

@@ -71,7 +71,7 @@ def train(device: str, checkpoint_dir: str, steps: int, save_every: int) -> None
     torch.manual_seed(1 + rank)  # and other dropout
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    step, position, recent = 0, 0, []  # updates done, the next batch, the last losses
+    step, position, recent, in_a_row = 0, 0, [], 0  # updates done, the next batch, the last losses, spikes in a row
 
     if any_rank(latest(checkpoint_dir) is not None, device):
         # Weights, Adam's moments, the schedule, and where this rank's random numbers stood: CPU, CUDA, Python, NumPy.
@@ -91,7 +91,11 @@ def train(device: str, checkpoint_dir: str, steps: int, save_every: int) -> None
             if rank == 0:
                 print(json.dumps({"step": step, "skipped": position - 1, "spike": mean}), flush=True)
             optimizer.zero_grad()  # before the update: Adam's moments have not seen this batch
+            in_a_row += 1
+            if in_a_row > 3:
+                raise RuntimeError("4 spikes in a row: it is not one bad batch. Lower the rate, or go further back.")
             continue
+        in_a_row = 0
         recent = [*recent[-31:], mean]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
