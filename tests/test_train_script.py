@@ -9,6 +9,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 
 import cloudpickle
@@ -37,6 +38,27 @@ def run(folder: str, number: int | None = None, at: int = 0) -> None:
     if number is not None:
         register_optimizer_step_post_hook(send)
     runpy.run_path(str(SCRIPT))["train"](rank_device(), folder, STEPS, SAVE_EVERY)
+
+
+def wait_for_the_dead(folder: str) -> None:
+    """Rank 0 is asked to stop in a collective that its peer never joins."""
+    train = runpy.run_path(str(SCRIPT))["train"]
+    real = signal.alarm
+    signal.alarm = lambda seconds: real(min(seconds, 1))
+
+    def begin(*_: object, **__: object) -> None:
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            dist.barrier()
+        time.sleep(600)
+
+    train.__globals__["sample_batch"] = begin
+    train(rank_device(), folder, STEPS, SAVE_EVERY)
+
+
+def test_a_rank_that_waits_for_a_dead_peer_ends_when_it_is_asked(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="SIGALRM"):
+        launch(wait_for_the_dead, str(tmp_path), ranks=2, quiet=True, timeout=60)
 
 
 def losses(log: str) -> dict[int, float]:

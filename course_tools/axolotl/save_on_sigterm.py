@@ -11,6 +11,7 @@ Axolotl also writes a model to `output_dir`, as after any training: it is as unf
 from __future__ import annotations
 
 import functools
+import os
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -36,18 +37,23 @@ class _Save(TrainerCallback):
 
     def _ask(self, *_: Any) -> None:
         self.asked = True  # no more: the signal may come in the middle of anything
+        # Where a peer is dead, this rank waits in a collective and never ends its step: then SIGALRM ends it, in time for
+        # torchrun to start all ranks again. The other half of the time is for the save.
+        signal.alarm(int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) // 2)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
         self.before = signal.signal(signal.SIGTERM, self._ask)
-        if train_dataloader is not None:
+        loader = getattr(train_dataloader, "base_dataloader", train_dataloader)  # below Accelerate's
+        if loader is not None:
             # torchrun signals its ranks' process groups, and a worker that dies would take its rank down before the save
-            train_dataloader.worker_init_fn = functools.partial(_ignore_sigterm, train_dataloader.worker_init_fn)
+            loader.worker_init_fn = functools.partial(_ignore_sigterm, loader.worker_init_fn)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         asked = torch.tensor(int(self.asked), device=args.device)
         if dist.is_initialized():
             dist.all_reduce(asked, dist.ReduceOp.MAX)
         if asked.item():
+            signal.alarm(0)
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -62,7 +62,12 @@ def any_rank(flag: bool, device: str) -> bool:
 
 def train(device: str, checkpoint_dir: str, steps: int, save_every: int) -> None:
     asked_to_stop = []
-    signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.append(True))  # only note it: a step may be half done
+
+    def ask(*_: object) -> None:
+        asked_to_stop.append(True)  # no more: a step may be half done
+        signal.alarm(20)  # ends a rank that no longer gets to the end of its step, because a peer is dead
+
+    signal.signal(signal.SIGTERM, ask)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     share = {"global_batch": GLOBAL_BATCH, "seq_len": SEQ_LEN, "rank": rank, "world_size": world_size}
 
@@ -105,6 +110,8 @@ def train(device: str, checkpoint_dir: str, steps: int, save_every: int) -> None
         if rank == 0:
             print(json.dumps({"step": step, "loss": mean}), flush=True)
         stop = any_rank(bool(asked_to_stop), device)
+        if stop:
+            signal.alarm(0)
         if stop or step % save_every == 0 or step == steps:
             extra = {"position": position, "recent": recent}
             save(checkpoint_dir, step, model=model, optimizer=optimizer, scheduler=scheduler, extra=extra)
