@@ -79,9 +79,11 @@ def test_a_run_that_one_ranks_sigterm_stopped_resumes_with_the_losses_of_one_dev
     assert checkpoint.name == "checkpoint-4" and names < {path.name for path in checkpoint.iterdir()}
     resumed = train(values | {"auto_resume_from_checkpoints": True})
     assert any("checkpoint-4" in log for log in resumed.run.logs)
-    losses, _ = oracle
+    losses, whole = oracle
     for held in resumed.witness:
-        assert held["steps"] == STEPS and held["losses"] == losses
+        assert held["wrapper"] == "FSDPLlamaForCausalLM" and held["steps"] == STEPS
+        assert held["local_elements"] == whole / 2 and held["optimizer_elements"] == whole  # two moments of a half
+        assert held["losses"] == losses and held["losses"][-1] < held["losses"][0]
 
 
 def test_tensor_parallel_cuts_the_matrices_and_keeps_the_norms(folder):

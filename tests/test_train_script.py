@@ -61,6 +61,34 @@ def test_a_rank_that_waits_for_a_dead_peer_ends_when_it_is_asked(tmp_path: Path)
         launch(wait_for_the_dead, str(tmp_path), ranks=2, quiet=True, timeout=60)
 
 
+def asked_twice(folder: str) -> None:
+    """Rank 0 is asked after update 6; rank 1, which has agreed by then, in a save that lasts longer than the alarm."""
+    train = runpy.run_path(str(SCRIPT))["train"]
+    names, real, updates = train.__globals__, signal.alarm, itertools.count(1)
+    save = names["save"]
+    signal.alarm = lambda seconds: real(min(seconds, 1))
+
+    def slow_save(*given: object, **named: object) -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(2)
+        save(*given, **named)
+
+    def ask(*_: object) -> None:
+        if next(updates) == 6:
+            names["save"] = slow_save
+            if dist.get_rank() == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    register_optimizer_step_post_hook(ask)
+    train(rank_device(), folder, STEPS, SAVE_EVERY)
+
+
+def test_a_signal_that_comes_in_the_save_does_not_end_it(tmp_path: Path) -> None:
+    launch(asked_twice, str(tmp_path), ranks=2, quiet=True, timeout=60)
+    assert latest(tmp_path).name == "step-00000006"
+
+
 def losses(log: str) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in map(json.loads, log.splitlines()) if "loss" in line}
 

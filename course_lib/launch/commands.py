@@ -93,10 +93,7 @@ class Background:
 
     def processes(self) -> list[psutil.Process]:
         """The command, and then what runs below it, parents first: torchrun and its ranks."""
-        import psutil
-
-        below = psutil.Process(self._process.pid).children(recursive=True)
-        return [process for process in below if _runs(process)]
+        return _below(self._process.pid)
 
     def __enter__(self) -> Background:
         return self
@@ -153,7 +150,7 @@ def _end_below(pid: int, seconds: float = 3.0) -> None:
 
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        below = [p for p in psutil.Process(pid).children(recursive=True) if _runs(p)]
+        below = _below(pid)
         if not below:
             return
         for process in below:
@@ -162,6 +159,13 @@ def _end_below(pid: int, seconds: float = 3.0) -> None:
             except psutil.NoSuchProcess:
                 continue
         time.sleep(0.01)
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    """Every descendant that runs, parents first."""
+    import psutil
+
+    return [process for process in psutil.Process(pid).children(recursive=True) if _runs(process)]
 
 
 def _runs(process: object) -> bool:

@@ -53,12 +53,14 @@ class _Save(TrainerCallback):
         if dist.is_initialized():
             dist.all_reduce(asked, dist.ReduceOp.MAX)
         if asked.item():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a later one would set the alarm again, in the save
             signal.alarm(0)
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if dist.is_initialized():
             dist.barrier()  # Slurm ends all machines once the ranks of one have left: not before rank 0 has written
+        signal.alarm(0)  # of a signal after the last step
         signal.signal(signal.SIGTERM, self.before or signal.SIG_DFL)
 
 

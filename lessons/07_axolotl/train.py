@@ -110,7 +110,8 @@ def train(device: str, checkpoint_dir: str, steps: int, save_every: int) -> None
         if rank == 0:
             print(json.dumps({"step": step, "loss": mean}), flush=True)
         stop = any_rank(bool(asked_to_stop), device)
-        if stop:
+        if stop or step == steps:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a later one would set the alarm again, in the last save
             signal.alarm(0)
         if stop or step % save_every == 0 or step == steps:
             extra = {"position": position, "recent": recent}
