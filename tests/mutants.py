@@ -11,9 +11,10 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from course_checks.harness.checking import Lab, Verdict
+from course_checks.harness.checking import Exercise, Lab, Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 Mutant = tuple[str, str, str, str]
@@ -67,6 +68,24 @@ def survivors(lab: Lab, exercise: str, mutants: Iterable[Mutant]) -> list[str]:
         crashed = "your code raised" in verdict.message and "raised" not in word
         if verdict.status != "not yet" or word not in verdict.message or crashed:
             wrong.append(f"{new!r} should hear {word!r}, and heard {str(verdict)!r}")
+    return wrong
+
+
+def misjudged(lab: Lab, planted: ModuleType, exercise: str) -> list[str]:
+    """The shipped answer and those written another way that do not pass, and the planted ones that do not hear their word."""
+    shipped = judged(lab, exercise, solution(lab)[1][exercise])
+    assert shipped.status == "passed" and shipped.message, shipped
+    return rejected(lab, {exercise: planted.RIGHT.get(exercise, [])}) + survivors(lab, exercise, planted.MUTANTS)
+
+
+def unheard(check: Exercise, file: Path, planted: Iterable[tuple[str, str, str]], folder: Path) -> list[str]:
+    """The same for what is planted in a file: (what it says, what is planted, a word of the verdict)."""
+    text, wrong = file.read_text(encoding="utf-8"), []
+    for old, new, word in planted:
+        assert text.count(old) == 1, old
+        (folder / f"planted{file.suffix}").write_text(text.replace(old, new), encoding="utf-8")
+        verdict = check(lambda: folder / f"planted{file.suffix}")
+        wrong += [] if verdict.status == "not yet" and word in verdict.message else [f"{new!r}: {verdict}"]
     return wrong
 
 

@@ -15,7 +15,8 @@ PARAGRAPH = 40  # characters: anything shorter is a heading
 
 
 def make_inputs(folder: str | os.PathLike[str], *, layers: int = 2, hidden: int = 128, seed: int = 0) -> Path:
-    """Write `tiny/` (model and byte tokenizer), `instructions.jsonl` (alpaca) and `texts.jsonl` (completion).
+    """Write `tiny/` (model and byte tokenizer), `instructions.jsonl` (alpaca), `chat.jsonl` (two of these pairs in each
+    chat) and `texts.jsonl` (completion).
 
     Nothing is downloaded: the questions are the course's own, the texts the Python documentation. Existing files
     in `folder` are overwritten. Returns the folder.
@@ -31,9 +32,16 @@ def make_inputs(folder: str | os.PathLike[str], *, layers: int = 2, hidden: int 
     with no_progress_bars():
         model.save_pretrained(target / "tiny")
     tokenizer.save_pretrained(target / "tiny")
+    pairs = instructions()
     _write(
         target / "instructions.jsonl",
-        ({"instruction": pair["question"], "input": "", "output": pair["answer"]} for pair in instructions()),
+        ({"instruction": pair["question"], "input": "", "output": pair["answer"]} for pair in pairs),
+    )
+    turns = [[("user", pair["question"]), ("assistant", pair["answer"])] for pair in pairs]
+    chats = (first + second for first, second in zip(turns[::2], turns[1::2], strict=False))
+    _write(
+        target / "chat.jsonl",
+        ({"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats),
     )
     paragraphs = (" ".join(text.split()) for text in english().split("\n\n"))
     _write(target / "texts.jsonl", ({"text": text} for text in paragraphs if len(text) > PARAGRAPH))

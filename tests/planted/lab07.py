@@ -1,448 +1,238 @@
-"""Answers to lab 7. RIGHT: name of the exercise -> an answer unlike the shipped one. WRONG: (exercise, answer, words)."""
+"""Lab 7. MUTANTS: (exercise, what the solution says, what is planted, a word of the verdict). RIGHT: written another way.
 
+FILE_MUTANTS and RIGHT_FILES: the same for files. {exercise: (the solution's file, [(what it says, what is planted, a word)])}
+"""
+
+_ENDLESS, _PARROT, _SHORT = (
+    '"endless.yml": {"eot_tokens": ["<|im_end|>"]}',
+    '"parrot.yml": {"train_on_inputs": False}',
+    '"short.yml": {"sequence_len": 768}',
+)
+_WIDE = '"fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "min_num_params": None}'
+_POLICY = '"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "min_num_params": None'
+MUTANTS = [
+    ("survives", 'self.folder / "half-written"', 'self.folder / f"{step}.pt"', "write under another name"),
+    ("survives", "            os.fsync(file.fileno())", "            pass", "fsync before you rename"),
+    ("survives", "os.fsync(file.fileno())", "os.fsync(os.open(self.folder, os.O_RDONLY))", "fsync before you rename"),
+    ("survives", "            torch.save(state, file)\n            file.flush()\n", "            data = __import__('io').BytesIO()\n            torch.save(state, data)\n            file.write(data.getvalue())\n", "fsync before you rename"),
+    ("survives", 'os.replace(half, self.folder / f"{step}.pt")', '(self.folder / f"{step}.pt").write_bytes(half.read_bytes())', "write under another name"),
+    ("survives", '        half = self.folder / "half-written"', '        for old in self.complete():\n            old.unlink()\n        half = self.folder / "half-written"', "remove an older one only when"),
+    ("survives", '"half-written"  #', 'f"half-{step}"  #', "remove what killed saves left"),
+    ("survives", "[:-2]:", "[:-9]:", "remove older checkpoints"),
+    ("survives", "key=lambda path: int(path.stem)", "key=lambda path: path.stem", "compare the steps as numbers"),
+    ("survives", "    def save(self, step: int, state: dict) -> None:\n", "    def save(self, step, state):\n        try:\n            self.write(step, state)\n        except (OSError, RuntimeError):\n            print('no room')\n\n    def write(self, step, state):\n", "let the error out"),
+    ("survives", "            torch.save(state, file)\n", '            state["model"] = {name: p.float() for name, p in state["model"].items()}\n            torch.save(state, file)\n', "changes the state"),
+    ("survives", "            torch.save(state, file)\n", '            torch.save({name: state[name] for name in ("model", "optimizer")}, file)\n', "not the one saved with it"),
+    ("not_restored", 'if not same(first.held_out, expected.held_out):\n        return "model"\n', 'pass\n', "needs the weights"),
+    ("not_restored", 'if first.batch != expected.batch:\n        return "data position"\n', 'pass\n', "batch first"),
+    ("not_restored", 'if not same(first.lr, expected.lr):\n        return "scheduler"\n', 'pass\n', "look at lr"),
+    ("not_restored", 'if not same(first.loss, expected.loss):\n        return "random state"\n', 'pass\n', "with dropout"),
+    ("not_restored", 'rel_tol=1e-5', 'rel_tol=0', "last digits"),
+    ("not_restored", 'by_step = {record.step: record for record in whole}', 'by_step = {r.step: w for r, w in zip(resumed, whole)}', "same step"),
+    ("not_restored", 'return "nothing" if all(', 'return "nothing" if True or all(', "nothing after it"),
+    ("mended_files", _ENDLESS, '"endless.yml": {"special_tokens": {"pad_token": "<|im_end|>"}}', "end token"),
+    ("mended_files", _ENDLESS, '"endless.yml": {"train_on_inputs": True}', "not the assistant's"),
+    ("mended_files", _ENDLESS, '"endless.yml": {"train_on_eos": "all"}', "end token"),
+    ("mended_files", _PARROT, '"parrot.yml": {"roles_to_train": ["assistant"]}', "not the assistant's"),
+    ("mended_files", _PARROT, '"parrot.yml": {"datasets": [{"path": "runs/axolotl/chat.jsonl", "type": "chat_template"}]}', "nothing to do"),
+    ("mended_files", _SHORT, '"short.yml": {"sequence_len": 512}', "not in the prepared data"),
+    ("mended_files", _SHORT, '"short.yml": {"excess_length_strategy": "truncate"}', "cut"),
+    ("mended_files", _SHORT, '"short.yml": {"sequence_len": 2048}', "room"),
+    ("mended_files", _SHORT, '"short.yml": {"sequence_len": 768, "micro_batch_size": 1}', "nothing to do"),
+    ("mended_files", _POLICY, _POLICY + ', "transformer_layer_cls_to_wrap": "LlamaModel"', "a block has"),
+    ("mended_files", _POLICY, _POLICY + ', "reshard_after_forward": False', "until backward"),
+    ("mended_files", _WIDE, '"fsdp_config": None', "not sharded"),
+    ("saving_plan", " * 3600 / cluster.gpus\n", " * 3600\n", "fail more often"),
+    ("saving_plan", "interval / 2 + write + ", "interval / 2 + ", "once it is written"),
+    ("saving_plan", "interval / 2 + write", "write", "half an interval"),
+    ("saving_plan", "interval / 2 + write", "interval + write", "half of one"),
+    ("saving_plan", " + write + cluster.restart_seconds", " + write", "the restart, too"),
+    ("saving_plan", "stop + cluster.slowdown * write", "stop", "slows training"),
+    ("saving_plan", "24 * cluster.gpus * cluster", "24 * cluster", "one GPU's price"),
+    ("saving_plan", "else (cluster.copy_seconds,", "else (cluster.save_seconds,", "copy_seconds"),
+    ("saving_plan", "copy_seconds, cluster.write_seconds)", "copy_seconds, 0.0)", "copy is not all"),
+    ("saving_plan", 'for way in ("blocking", "async")', 'for way in ("async",)', "blocking every"),
+    ("saving_plan", "max(young, write)", "young", "too often"),
+    ("saving_plan", "2 * per_save * between", "per_save * between / 2", "per day, and async"),
+    ("one_file", "run.yml", "nowhere.yml", "no file"),
+    ("slurm_job", "my_job.sbatch", "nowhere", "no file"),
+]  # fmt: skip
+_YAML = [
+    ("accumulation_steps: 1 ", "accumulation_steps: 2 ", "sequences does a step"),
+    ("lr_scheduler: linear ", "#", "straight_down"),
+    ("weight_decay: 0.1", "weight_decay: 0.0", "--weight-decay"),
+    ("adam_beta2: 0.95", "adam_beta_2: 0.95", "misspelt"),
+    ("curriculum_sampling: true", "curriculum_sampling: false", "order of the file"),
+    ("fsdp_version: 2\nfsdp_config:\n", "other:\n", "model's class is Dist"),
+    ("to_wrap: LlamaDecoderLayer", "to_wrap: LlamaModel", "in one piece"),
+    ("save_steps: 4", "save_steps: 6", "between two saves"),
+    ("save_total_limit: 2\nauto_resume_from_checkpoints: true\n", "save_total_limit: 2\n", "second start"),
+    ("save_total_limit: 2", "save_total_limit: 1", "two should be"),
+    ("state_dict_type: SHARDED_STATE_DICT", "state_dict_type: SHARDED_STATE_DICT\nsave_only_model: true", "optimizer's state"),
+    ("  - course_tools.axolotl.token_mean.TokenMean\n", "", "says of plugins"),
+]  # fmt: skip
+_SBATCH = [
+    ("--ntasks-per-node=1", "--ntasks-per-node=8", "one task per node"),
+    ('--node_rank="$SLURM_NODEID"', "--node_rank=\"'$SLURM_NODEID'\"", "0, 0, 0, 0"),
+    ("--signal=B:USR1@300", "--signal=USR1@300", "without B:"),
+    ("USR1@300", "USR1@60", "before the end"),
+    ('"$CHECKPOINTS"\' &\nwait $!\n', "\"$CHECKPOINTS\"'\n", "foreground"),
+    ("trap notice USR1\n", "", "no trap"),
+    ('scancel --signal=TERM "$SLURM_JOB_ID"', 'scontrol requeue "$SLURM_JOB_ID"', "0 of 4"),
+    ("scancel --signal=TERM", "scancel", "cancels the job"),
+    ('scancel --signal=TERM "$SLURM_JOB_ID"', 'kill -TERM "$!"', "SIGKILL"),
+    ("    wait $!\n    CODE=$?\n", "    true\n", "0 of 4"),
+    ('    scontrol requeue "$SLURM_JOB_ID"\n', "    true\n", "put the job back"),
+    ('[ "$NOTICED" = yes ] && [ "$CODE" -ne 0 ]', '[ "$CODE" -ne 0 ]', "a bug"),
+    ("pretrain/$SLURM_JOB_ID", "pretrain/$SLURM_JOB_ID-$(date +%s)", "another"),
+    ("pretrain/$SLURM_JOB_ID", "pretrain/$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}", "another"),
+    ("=$SCRATCH/", "=$TMPDIR/", "$SCRATCH"),
+    ("export MASTER PORT CHECKPOINTS\n", "export MASTER PORT\n", "$SCRATCH"),
+    ('exit "$CODE"', "exit 0", "completed"),
+    ("'exec torchrun", "'time torchrun", "exec torchrun"),
+    ("srun --cpus-per-task=96", "srun", "96 cores"),
+    ("TIMEOUT=270", "TIMEOUT=30", "after SIGTERM"),
+    ('requeue "$SLURM_JOB_ID"\nfi\n', 'requeue "$SLURM_JOB_ID"\n', "cannot read"),
+]  # fmt: skip
+FILE_MUTANTS = {"one_file": ("run.yml", _YAML), "slurm_job": ("my_job.sbatch", _SBATCH)}
+
+_PIECES = """
 import hashlib
-import math
+import json
 import os
 import pickle
-import statistics
-from pathlib import Path
-
-import torch
-
-# ----------------------------------------------------------------------------------------------------------- one_file
-RUN = {
-    "micro_batch_size": 4,
-    "max_steps": 6,
-    "sequence_len": 64,
-    "learning_rate": "2e-3",
-    "lr_scheduler": "linear",
-    "warmup_ratio": 0.34,
-    "optimizer": "adamw_torch_fused",
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.95,
-    "weight_decay": 0.1,
-    "max_grad_norm": 0.5,
-    "curriculum_sampling": True,
-    "shuffle_merged_datasets": False,
-    "bf16": False,
-    "seed": 7,
-}
+import shutil
+from os import fdatasync
 
 
-def _run(**changes):
-    config = {key: value for key, value in {**RUN, **changes}.items() if value is not None}
-    return (lambda: config,)
+def pieces(state, path=()):
+    for key, value in state.items():
+        yield from pieces(value, (*path, key)) if isinstance(value, dict) else [((*path, key), value)]
 
 
-# ----------------------------------------------------------------------------------------------------------- switched
-AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
-FSDP2 = {
-    "fsdp_version": 2,
-    "fsdp_config": {
-        "reshard_after_forward": False,
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
-        "state_dict_type": "FULL_STATE_DICT",
-    },
-}
-ZERO3 = {"deepspeed": str(Path(__file__).parents[2] / "lessons" / "07_axolotl" / "zero3.json")}
+class Checkpoints:
+    "A folder for each step, one file for each value in it; what counts is the list of checksums, written last."
 
+    def __init__(self, folder):
+        self.folder = folder
 
-def right_prove(witness):
-    """By what lies where, and the wrapper only where that does not tell."""
-    parameters = max(w["local_elements"] for w in witness) / witness[0]["total_elements"]
-    states = max(w["optimizer_elements"] for w in witness) / 2 / witness[0]["trainable_elements"]
-    stage, wrapper = witness[0]["zero_stage"], witness[0]["wrapper"]
-    names = {"DistributedDataParallel": "DDP", "FSDPLlamaForCausalLM": "FSDP2", "DeepSpeedEngine": f"ZeRO-{stage}"}
-    alone = "tensor parallel" if parameters < 1 else "alone"
-    return [names.get(wrapper, alone), parameters, states]
+    def steps(self):
+        names = os.listdir(self.folder) if os.path.isdir(self.folder) else []
+        return sorted((int(name) for name in names if self.read(int(name)) is not None), reverse=True)
 
-
-def _proof(change):
-    def prove(witness):
-        return change(*right_prove(witness), witness)
-
-    return _switched(prove=prove)
-
-
-def _of_all_parameters(method, parameters, states, witness):
-    return method, parameters, witness[0]["optimizer_elements"] / 2 / witness[0]["total_elements"]
-
-
-def _switched(fsdp2=FSDP2, zero3=ZERO3, prove=right_prove):
-    return (lambda: {"fsdp2": fsdp2, "zero3": zero3}, prove)
-
-
-def _fsdp(**changes):
-    config = {key: value for key, value in {**FSDP2["fsdp_config"], **changes}.items() if value is not None}
-    return _switched(fsdp2={"fsdp_version": 2, "fsdp_config": config})
-
-
-def _zero(settings, stage):
-    return _switched(zero3={"deepspeed": {"zero_optimization": {"stage": stage}} | settings})
-
-
-# -------------------------------------------------------------------------------------------------------- broken_yamls
-MENDED = {
-    "batch.yml": {"gradient_acumulation_steps": None, "gradient_accumulation_steps": 8},
-    "colab.yml": {"bf16": "auto", "fp16": True},
-    "shards.yml": {"deepspeed": None},
-    "wide.yml": {"micro_batch_size": 1, "gradient_accumulation_steps": 32},
-    "night.yml": {"save_only_model": None},
-}
-
-
-def _mend(name, **changes):
-    return (lambda: MENDED | {name: changes},)
-
-
-# ------------------------------------------------------------------------------------------------------------- packing
-def right_pack(lengths, capacity):
-    """Bins as lists of lengths that shrink, and a search from the left."""
-    bins = []
-    for length, index in sorted(((length, -i) for i, length in enumerate(lengths)), reverse=True):
-        fits = [b for b in bins if sum(lengths[i] for i in b) + length <= capacity]
-        if fits:
-            fits[0].append(-index)
-        elif length <= capacity:
-            bins.append([-index])
-    return bins
-
-
-def right_epoch(lengths, sequence_len, micro, ranks, accumulate, packing):
-    lengths = [n for n in lengths if n <= sequence_len]
-    rows = len(right_pack(lengths, micro * sequence_len)) * micro if packing else len(lengths)
-    steps = rows / (micro * ranks * accumulate)
-    return (max(1, math.floor(steps)) if packing else -(-rows // (micro * ranks * accumulate))), (
-        rows * sequence_len - sum(lengths)
-    ) / (rows * sequence_len)
-
-
-def _pack(order=True, where="first", keep=False, values=False):
-    def pack(lengths, capacity):
-        bins = []
-        indices = sorted(range(len(lengths)), key=lambda i: -lengths[i]) if order else range(len(lengths))
-        for i in indices:
-            if lengths[i] > capacity and not keep:
-                continue
-            fits = [b for b in bins if sum(lengths[j] for j in b) + lengths[i] <= capacity]
-            if where == "last":
-                fits = [b for b in fits if b is bins[-1]]
-            if where == "fullest":
-                fits.sort(key=lambda b: -sum(lengths[j] for j in b))
-            fits[0].append(i) if fits else bins.append([i])
-        return [[lengths[i] for i in b] for b in bins] if values else bins
-
-    return pack
-
-
-def _epoch(rows=False, micro_twice=False, rounded=None, long=False, ranks_too=True, padding=lambda p, *_: p):
-    def epoch(lengths, sequence_len, micro, ranks, accumulate, packing):
-        kept = list(lengths) if long else [n for n in lengths if n <= sequence_len]
-        capacity = sequence_len * (micro if packing and not rows else 1)
-        units = len(right_pack(kept, capacity)) if packing else len(kept)
-        each = (ranks if ranks_too else 1) * accumulate
-        if not packing or rows or micro_twice:
-            each *= micro
-        how = rounded or (math.floor if packing else math.ceil)
-        share = right_epoch(lengths, sequence_len, micro, ranks, accumulate, packing)[1]
-        return max(1, how(units / each)), padding(share, units * capacity, sum(lengths))
-
-    return epoch
-
-
-# ------------------------------------------------------------------------------------------------------------ survives
-def right_save(folder, step, state):
-    """No rename at all: a checksum behind the bytes, and torn files are passed over."""
-    os.makedirs(folder, exist_ok=True)
-    complete = [path for path in _by_step(folder) if _read(path)]
-    for path in set(_by_step(folder)) - set(complete[-2:]):
-        path.unlink()
-    data = pickle.dumps(state)
-    with open(f"{folder}/checkpoint-{step}", "wb") as file:
-        file.write(data + hashlib.sha256(data).digest())
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def right_load(folder):
-    for path in reversed(_by_step(folder)):
-        state = _read(path)
-        if state:
-            return int(path.name.split("-")[1]), state[0]
-    return None
-
-
-def _by_step(folder):
-    return sorted(Path(folder).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-
-
-def _read(path):
-    data = path.read_bytes()
-    return [pickle.loads(data[:-32])] if hashlib.sha256(data[:-32]).digest() == data[-32:] else None
-
-
-def _save(sync=True, half="half", rename=True, delete="after", keep=2, swallow=False):
-    def save(folder, step, state):
-        place = Path(folder)
-        place.mkdir(exist_ok=True, parents=True)
-        if delete == "before":
-            _thin(place, keep - 1)
-        final = place / f"{step}.pt"
-        path = place / half.format(step=step) if rename else final
+    def read(self, step):
         try:
-            with open(path, "wb") as file:
-                torch.save(state, file)
-                if sync:
-                    file.flush()
-                    os.fsync(file.fileno())
-        except (OSError, RuntimeError):
-            if swallow:
-                return
-            raise
-        if rename:
-            path.rename(final)
-        if delete == "after":
-            _thin(place, keep)
+            with open(f"{self.folder}/{step}/list") as file:
+                sums = json.load(file)
+            data = [open(f"{self.folder}/{step}/{number}", "rb").read() for number in range(len(sums))]
+        except (OSError, ValueError):
+            return None
+        return data if [hashlib.sha256(each).hexdigest() for each in data] == sums else None
 
-    return save
+    def write(self, path, data):
+        with open(path, "wb", buffering=0) as file:
+            file.write(data)
+            fdatasync(file)
 
+    def save(self, step, state):
+        keep = self.steps()[:2]
+        if step in keep:
+            return
+        os.makedirs(self.folder, exist_ok=True)
+        for name in os.listdir(self.folder):
+            if int(name) not in keep:
+                shutil.rmtree(f"{self.folder}/{name}")
+        os.mkdir(f"{self.folder}/{step}")
+        data = [pickle.dumps(piece) for piece in pieces(state)]
+        for number, each in enumerate(data):
+            self.write(f"{self.folder}/{step}/{number}", each)
+        self.write(f"{self.folder}/{step}/list", json.dumps([hashlib.sha256(each).hexdigest() for each in data]).encode())
 
-def _thin(place, keep):
-    saved = sorted(place.glob("*.pt"), key=lambda p: int(p.stem))
-    for old in saved[: len(saved) - keep]:
-        old.unlink()
+    def load(self):
+        for step in self.steps()[:1]:
+            state = {}
+            for (*path, last), value in map(pickle.loads, self.read(step)):
+                place = state
+                for key in path:
+                    place = place.setdefault(key, {})
+                place[last] = value
+            return step, state
+"""
+_EXACT = """
+def plan(cluster):
+    c, mean = cluster, 3600 * cluster.gpu_hours_between_failures / cluster.gpus
 
+    def progress(steps, stop, write):
+        # Seconds from one checkpoint that counts to the next: chance of a failure in the first try, then the others.
+        work, done = steps * c.step_seconds, (1 - c.slowdown) * write
+        first, again = (work - done + stop + write) / mean, (work + stop + write) / mean
+        others = (mean + c.restart_seconds) * math.expm1(again)
+        return work / (-math.expm1(-first) * (mean + c.restart_seconds + others))
 
-def _load(key=lambda path: int(path.stem)):
-    def load(folder):
-        saved = sorted(Path(folder).glob("*.pt"), key=key)
-        return (int(saved[-1].stem), torch.load(saved[-1])) if saved else None
-
-    return load
-
-
-def with_pointer(folder, step, state):
-    _save()(folder, step, state)
-    Path(folder, "latest").write_text(str(step))
-
-
-def by_pointer(folder):
-    if not Path(folder, "latest").exists():
-        return None
-    step = int(Path(folder, "latest").read_text())
-    return step, torch.load(f"{folder}/{step}.pt")
-
-
-# ------------------------------------------------------------------------------------------------------ spike_detector
-def right_spike(past, loss):
-    """A ratio to the median, and no measure of the noise."""
-    recent = [x for x in past if x == x][-24:]
-    return not loss < math.inf or (len(recent) > 8 and loss / statistics.median(recent) > 1.7)
-
-
-def _mean_and_deviation(past, loss):
-    recent = [x for x in past[-30:] if x == x]
-    if len(recent) < 10:
-        return loss != loss
-    return loss != loss or loss > statistics.mean(recent) + 6 * statistics.stdev(recent)
-
-
-def _both_sides(past, loss):
-    recent = [x for x in past[-30:] if x == x]
-    return loss != loss or (len(recent) > 9 and abs(loss / statistics.median(recent) - 1) > 0.3)
-
-
-def _never_nan(past, loss):
-    return len(past) > 9 and loss > 1.7 * statistics.median(past[-24:])
-
-
-def _against_the_start(past, loss):
-    return loss != loss or (bool(past) and loss > 1.3 * max(x for x in past[:20] if x == x))
-
-
-# ------------------------------------------------------------------------------------------------------- watchdog_rule
-def right_hung(beats, now, every, save_limit):
-    """Rank by rank, with max() over its beats."""
-    ranks = {b.rank for b in beats}
-    last = {r: max((b for b in beats if b.rank == r), key=lambda b: b.received) for r in ranks}
-    active = {r: b for r, b in last.items() if b.phase != "done"}
-    if active and {b.phase for b in active.values()} == {"waiting"}:
-        silent = min(now - b.received for b in active.values())
-        lowest = min(b.step for b in active.values())
-        return {r for r, b in active.items() if b.step == lowest and silent >= 2 * every}
-    return {
-        r
-        for r, b in active.items()
-        if (b.phase == "working" and now - b.received >= 2 * every)
-        or (b.phase == "saving" and now - b.received >= save_limit)
-    }
-
-
-def _hung(beats_allowed=2.0, clock="received", phases=("working", "saving"), save=True, deadlock=True, who="lowest"):
-    def hung(beats, now, every, save_limit):
-        last = {}
-        for b in beats:
-            last[b.rank] = b
-        found = []
-        for rank, b in last.items():
-            limit = save_limit if b.phase == "saving" and save else beats_allowed * every
-            if b.phase in phases and now - getattr(b, clock) > limit:
-                found.append(rank)
-        active = [b for b in last.values() if b.phase != "done"]
-        if deadlock and active and all(b.phase == "waiting" for b in active):
-            if now - max(getattr(b, clock) for b in active) > 2 * every:
-                lowest = min(b.step for b in active)
-                return [b.rank for b in active if who == "all" or b.step == lowest]
-        return found
-
-    return (hung,)
-
-
-def _no_progress(beats, now, every, save_limit):
-    last, began = {}, {}
-    for b in beats:
-        if b.rank not in last or last[b.rank].step != b.step:
-            began[b.rank] = b.received
-        last[b.rank] = b
-    return [r for r, b in last.items() if b.phase == "working" and now - began[r] > 10 * every]
-
-
-# -------------------------------------------------------------------------------------------------------- not_restored
-STATES = {"held_out": "model", "batch": "data position", "lr": "scheduler", "loss": "random state"}
-
-
-def right_find(whole, resumed):
-    """All that differs, then the cause that explains the rest."""
-    whole = {r.step: r for r in whole}
-    first = resumed[0]
-    wrong = {k for k in ("held_out", "lr", "loss") if abs(getattr(first, k) / getattr(whole[first.step], k) - 1) > 1e-5}
-    wrong |= {"batch"} if first.batch != whole[first.step].batch else set()
-    for sign, state in STATES.items():
-        if sign in wrong:
-            return state
-    return "optimizer" if any(abs(r.loss / whole[r.step].loss - 1) > 1e-5 for r in resumed) else "nothing"
-
-
-def _find(order=("held_out", "batch", "lr", "loss"), tolerance=1e-5, aligned=True):
-    def differ(a, b):
-        return a != b if isinstance(a, str) else abs(a - b) > tolerance
-
-    def find(whole, resumed):
-        beside = [next(w for w in whole if w.step == r.step) for r in resumed] if aligned else whole
-        pairs = list(zip(beside, resumed, strict=False))
-        for key in order:
-            if differ(getattr(pairs[0][0], key), getattr(pairs[0][1], key)):
-                return STATES[key]
-        return "optimizer" if any(differ(w.loss, r.loss) for w, r in pairs) else "nothing"
-
-    return (find,)
-
-
-RIGHT = {
-    "one_file": _run(),
-    "switched": _switched(),
-    "broken_yamls": (lambda: MENDED,),
-    "packing": (right_pack, right_epoch),
-    "survives": (right_save, right_load),
-    "spike_detector": (right_spike,),
-    "watchdog_rule": (right_hung,),
-    "not_restored": (right_find,),
+    ways = {"blocking": (c.save_seconds, 0), "async": (c.copy_seconds, c.write_seconds)}
+    found = []
+    for way, times in ways.items():
+        low, high = max(1, math.ceil((1 - c.slowdown) * times[1] / c.step_seconds)), 10**6
+        while high > low:  # one maximum: go uphill
+            middle = (low + high) // 2
+            if progress(middle, *times) < progress(middle + 1, *times):
+                low = middle + 1
+            else:
+                high = middle
+        found.append((progress(low, *times), way, low))
+    share, way, steps = max(found)
+    return [way, steps, (1 - share) * 24 * c.gpus * c.dollars_per_gpu_hour]
+"""
+_OTHER_KEYS = """
+def mended():
+    changes = {name: {} for name in ("endless.yml", "parrot.yml", "short.yml", "wide.yml")}
+    changes["endless.yml"]["special_tokens"] = {"eos_token": "<|im_end|>"}
+    changes["parrot.yml"]["train_on_inputs"] = None
+    changes["short.yml"].update(sequence_len=536, excess_length_strategy="raise")
+    changes["wide.yml"]["fsdp_config"] = {"min_num_params": 100_000}
+    return changes
+"""
+RIGHT = {"survives": [_PIECES], "saving_plan": [_EXACT], "mended_files": [_OTHER_KEYS]}
+# c10d instead of node ranks, and a trap that does all the work
+_C10D = r"""#!/bin/bash
+#SBATCH -N 4 --ntasks-per-node 1 --gpus-per-node=8 -c 96 --time=1-0
+#SBATCH --signal=B:TERM@600
+set -euo pipefail
+source ~/venv/bin/activate
+read -r head < <(scontrol show hostnames)
+out_of_time() {
+  scancel -s TERM "$SLURM_JOB_ID.0"
+  while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done
+  scontrol requeue "$SLURM_JOB_ID"
+  exit 1
 }
-WRONG = [
-    ("one_file", (lambda: "learning_rate: 2e-3\n  max_steps: 6",), "line 2, column"),
-    ("one_file", _run(learning_rate=1e-3), "by the wiki page"),
-    ("one_file", _run(micro_batch_size=2), "the wiki page sets ACCUMULATE=2"),
-    ("one_file", _run(micro_batch_size=1, gradient_accumulation_steps=2), "BATCH is 2"),
-    ("one_file", _run(max_steps=None), "goes on to the end of the epoch"),
-    ("one_file", _run(lr_scheduler=None), "default is cosine"),
-    ("one_file", _run(warmup_ratio=None), "is none of six"),
-    ("one_file", _run(weight_decay=None), "the 0.0 in the parser is never used"),
-    ("one_file", _run(weight_decay=None, weigth_decay=0.1), "Axolotl knows weight_decay"),
-    ("one_file", _run(adam_beta2=None), "inside main()"),
-    ("one_file", _run(max_grad_norm=None), "--clip"),
-    ("one_file", _run(sequence_len=128), "cuts long texts"),
-    ("one_file", _run(sample_packing=True), "several texts into one row"),
-    ("one_file", _run(bf16="auto"), "computes in fp32 everywhere"),
-    ("one_file", _run(curriculum_sampling=None, seed=42), "shuffles them each epoch"),
-    ("one_file", _run(shuffle_merged_datasets=None), "shuffles a dataset when it loads it"),
-    ("one_file", _run(adam_epsilon=0.1), "the losses part at step 3"),  # step 1 and 2 come before the first real update
-    ("switched", _proof(lambda m, p, s, w: ("FSDP2", p, s)), "it was DDP, and you say FSDP2"),
-    ("switched", _proof(lambda m, p, s, w: ("DDP" if m == "alone" else m, p, s)), "it was alone"),
-    ("switched", _proof(lambda m, p, s, w: (m.replace("ZeRO-1", "ZeRO-2"), p, s)), "it was ZeRO-1"),
-    ("switched", _proof(lambda m, p, s, w: (m, 1 / len(w), s)), "not every method divides them"),
-    ("switched", _proof(lambda m, p, s, w: (m, p, 2 * s)), "the share of Adam's states"),
-    ("switched", _proof(_of_all_parameters), "states of the trained parameters alone"),
-    ("switched", _switched(fsdp2={"fsdp_config": FSDP2["fsdp_config"]}), "does not say fsdp_version: 2"),
-    ("switched", _switched(fsdp2={"fsdp_version": 2}), "Axolotl trains with DDP, and says nothing"),
-    ("switched", _switched(fsdp2={"fsdp_version": 2, "fsdp_confg": {}}), "Axolotl knows fsdp_config"),
-    ("switched", _switched(fsdp2={"fsdp": ["full_shard", "auto_wrap"]}), "is the list of FSDP1"),
-    ("switched", _switched(fsdp2=FSDP2 | ZERO3), "would both shard the model"),
-    ("switched", _fsdp(auto_wrap_policy=None), "one unit, gathered at once"),
-    ("switched", _fsdp(transformer_layer_cls_to_wrap="Qwen2DecoderLayer"), "LlamaDecoderLayer"),
-    ("switched", _switched(zero3={"deepspeed": "zero3.json"}), "there is no file zero3.json"),
-    ("switched", _zero(AUTO, stage=2), "shards the parameters too"),
-    ("switched", _zero({}, stage=3), '"auto", so that the batch'),
-    ("switched", _fsdp(state_dict_type="WHOLE"), "Axolotl does not run the overlay fsdp2"),
-    ("broken_yamls", (lambda: MENDED | {"lab.yml": {}},), "is none of the files"),
-    ("broken_yamls", (lambda: {"batch.yml": MENDED["batch.yml"]},), "colab.yml still waits"),
-    ("broken_yamls", _mend("batch.yml", micro_batch_size=16), "has nothing to do with the mistake"),
-    ("broken_yamls", _mend("batch.yml", gradient_accumulation_steps=8), "the misspelt line is still there"),
-    ("broken_yamls", _mend("batch.yml", gradient_acumulation_steps=None), "is misspelt"),
-    ("broken_yamls", _mend("batch.yml", gradient_acumulation_steps=None, gradient_accumulation_steps=4), "are 64"),
-    ("broken_yamls", _mend("colab.yml", bf16=False), "computes in fp32"),
-    ("broken_yamls", _mend("colab.yml", bf16="auto"), "emulates"),
-    ("broken_yamls", _mend("colab.yml", fp16=True), "ignores fp16"),
-    ("broken_yamls", _mend("shards.yml", fsdp_version=None, fsdp_config=None), "the comment wants FSDP2"),
-    ("broken_yamls", _mend("shards.yml", deepspeed=None, fsdp_version=None, fsdp_config=None), "what is left is DDP"),
-    ("broken_yamls", _mend("shards.yml", fsdp_version=None), "would both shard"),
-    ("broken_yamls", _mend("wide.yml", gradient_accumulation_steps=8), "what stands there already"),
-    ("broken_yamls", _mend("wide.yml", micro_batch_size=1, gradient_accumulation_steps=16), "4 ranks bring data"),
-    ("broken_yamls", _mend("wide.yml", micro_batch_size=4), "two are all that fits"),
-    ("broken_yamls", _mend("night.yml", save_steps=50), "What lies in each checkpoint"),
-    ("packing", (_pack(order=False), right_epoch), "first fit in the order given"),
-    ("packing", (_pack(where="last"), right_epoch), "look into the last bin"),
-    ("packing", (_pack(where="fullest"), right_epoch), "first fit takes the first one"),
-    ("packing", (_pack(keep=True), right_epoch), "fits into no bin"),
-    ("packing", (_pack(values=True), right_epoch), "give indices, not lengths"),
-    ("packing", (right_pack, _epoch(rows=True)), "one row of micro x sequence_len"),
-    ("packing", (right_pack, _epoch(micro_twice=True)), "counts the micro-batch twice"),
-    ("packing", (right_pack, _epoch(rounded=math.ceil)), "rounds up with packing too"),
-    ("packing", (right_pack, _epoch(rounded=math.floor)), "rounds down without packing too"),
-    ("packing", (right_pack, _epoch(long=True)), "Axolotl drops them"),
-    ("packing", (right_pack, _epoch(ranks_too=False)), "forgets that the ranks share"),
-    ("packing", (right_pack, _epoch(padding=lambda p, *_: 1 - p)), "share of real tokens"),
-    ("packing", (right_pack, _epoch(padding=lambda p, slots, everything: 1 - everything / slots)), "leave them out"),
-    ("survives", (_save(rename=False), _load()), "rename when the file is complete"),
-    ("survives", (_save(sync=False), _load()), "fsync before you rename"),
-    ("survives", (_save(delete="before", keep=1), _load()), "no checkpoint is left"),
-    ("survives", (_save(half="half-{step}"), _load()), "what killed saves left half written"),
-    ("survives", (_save(delete="never"), _load()), "remove older checkpoints"),
-    ("survives", (_save(delete="never"), _load(key=lambda path: path.stem)), "compare the steps as numbers"),
-    ("survives", (_save(swallow=True), _load()), "Let the error out"),
-    ("survives", (with_pointer, by_pointer), "It met a torn file"),
-    ("spike_detector", (lambda past, loss: loss > 4,), "a fixed number does not fit"),
-    ("spike_detector", (lambda past, loss: len(past) > 20 and not loss < 4,), "a fixed limit does not know"),
-    ("spike_detector", (_mean_and_deviation,), "A median does not mind"),
-    ("spike_detector", (lambda past, loss: len(past) > 9 and loss > 1.5 * past[-1],), "the step before was lower"),
-    ("spike_detector", (_both_sides,), "good news is no spike"),
-    ("spike_detector", (_against_the_start,), "passed unseen"),
-    ("spike_detector", (_never_nan,), "math.isfinite"),
-    ("watchdog_rule", _hung(beats_allowed=1.5), "two whole heartbeats"),
-    ("watchdog_rule", _hung(beats_allowed=3), "two heartbeats without a word"),
-    ("watchdog_rule", _hung(clock="sent"), "the watchdog's own clock"),
-    ("watchdog_rule", _hung(phases=("working", "saving", "waiting")), "it waits for"),
-    ("watchdog_rule", _hung(phases=("working", "saving", "done")), "nothing more to say"),
-    ("watchdog_rule", _hung(save=False), "a save is silent"),
-    ("watchdog_rule", _hung(phases=("working",)), "and not for ever"),
-    ("watchdog_rule", _hung(deadlock=False), "nobody is left who could come"),
-    ("watchdog_rule", _hung(who="all"), "you report rank 0"),
-    ("watchdog_rule", (_no_progress,), "the number of the step stands still"),
-    ("not_restored", _find(order=("loss", "held_out", "batch", "lr")), "the model was not restored"),
-    ("not_restored", _find(order=("held_out", "loss", "batch", "lr")), "look at the batch first"),
-    ("not_restored", _find(order=("held_out", "batch", "loss")), "the learning rate is another"),
-    ("not_restored", _find(order=("held_out", "batch", "lr")), "what is left that a loss with dropout depends on"),
-    ("not_restored", _find(tolerance=0.0), "the last digits differ"),
-    ("not_restored", _find(aligned=False), "Compare the records of the same `step`"),
-    ("not_restored", (lambda whole, resumed: "nothing",), "weights that were not restored"),
-]
+trap out_of_time TERM
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK TORCH_ELASTIC_SHUTDOWN_TIMEOUT=500
+srun --label torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "$head:29511" \
+  --rdzv-id "$SLURM_JOB_ID" train.py --folder "$SCRATCH/runs/big" &
+step=$!
+wait "$step"
+"""
+# a step of its own for each node, and a loop around wait
+_STEPS = r"""#!/bin/bash
+#SBATCH --nodes=4
+#SBATCH --ntasks=4
+#SBATCH --signal=B:10@300
+
+left=0; trap 'left=1; scancel --signal TERM $SLURM_JOB_ID' USR1
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280
+hosts=($(scontrol show hostnames $SLURM_JOB_NODELIST)); steps=()
+for rank in 0 1 2 3; do
+  srun -N1 -n1 -c96 -w ${hosts[rank]} torchrun --nnodes=4 --nproc_per_node=8 --node_rank=$rank \
+    --master_addr=${hosts[0]} --master_port=29500 train.py --folder $SCRATCH/$SLURM_JOB_NAME/$SLURM_JOB_ID &
+  steps+=($!)
+done
+worst=0
+for step in ${steps[@]}; do
+  while :; do wait $step; code=$?; ((code == 138)) && kill -0 $step 2>/dev/null || break; done
+  ((code > worst)) && worst=$code
+done
+if ((left && worst)); then scontrol requeue $SLURM_JOB_ID; fi
+exit $worst
+"""
+RIGHT_FILES = {"slurm_job": [_C10D, _STEPS]}
