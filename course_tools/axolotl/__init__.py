@@ -5,7 +5,7 @@
 >>> run.losses, run.witness[0]["wrapper"], run.witness[0]["local_elements"]
 """
 
-from course_tools.axolotl.inputs import make_inputs, write_tokens
+from course_tools.axolotl.inputs import make_inputs
 from course_tools.axolotl.overlays import laid_over, merged, write
 from course_tools.axolotl.running import AxolotlRun, preprocess, train, warm_axolotl
 
@@ -18,5 +18,4 @@ __all__ = [
     "train",
     "warm_axolotl",
     "write",
-    "write_tokens",
 ]

@@ -6,10 +6,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 PARAGRAPH = 40  # characters: anything shorter is a heading
 
@@ -46,22 +43,6 @@ def make_inputs(folder: str | os.PathLike[str], *, layers: int = 2, hidden: int 
     paragraphs = (" ".join(text.split()) for text in english().split("\n\n"))
     _write(target / "texts.jsonl", ({"text": text} for text in paragraphs if len(text) > PARAGRAPH))
     return target
-
-
-def write_tokens(path: str | os.PathLike[str], batches: Iterable[torch.Tensor]) -> None:
-    """Write token ids (rows, tokens) as JSON lines that Axolotl takes as they are: a dataset whose ``type`` is empty.
-
-    Every token is trained. With ``curriculum_sampling: true`` the rows keep their order, so that a run has the batches
-    of another program. Raises OSError where the file cannot be written.
-    """
-    _write(
-        Path(path),
-        (
-            {"input_ids": row, "attention_mask": [1] * len(row), "labels": row}
-            for batch in batches
-            for row in batch.tolist()
-        ),
-    )
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
