@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from course_checks.harness import Lab
 
-lab = Lab("07_axolotl", title="Axolotl, tracking, resuming")
+lab = Lab("07_axolotl", title="Axolotl, saving, resuming")

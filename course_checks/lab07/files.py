@@ -83,7 +83,7 @@ def _labelled(contract: Contract, config: dict[str, Any], answers: set[str]) -> 
         whole.append(answer[1].decode() in answers)
         text, end = sum(labels[slice(*answer.span(1))]), sum(labels[answer.end() : answer.end() + 1])
         texts, ends, others = texts + text, ends + end, others + sum(labels) - text - end
-    total, letters, length = len(answers), sum(map(len, answers)), config.get("sequence_len", 0)
+    total, letters, length = len(answers), sum(map(len, answers)), int(config.get("sequence_len", 0))
     contract.holds(len(whole) == total, f"{total - len(whole)} of {total} answers are not in the prepared data")
     contract.holds(all(whole), f"{whole.count(False)} of {total} answers are cut")
     contract.holds(length <= ROOM, f"rows of {length} tokens, and the card has room for {ROOM}")

@@ -38,6 +38,7 @@ CLUSTERS = (
     Cluster(512, 6.5, 50e3, 1800, 90, 4, 100, 0.06, 2.4),
     Cluster(4096, 5.5, 50e3, 240, 120, 1.3, 660, 0.003, 2.3),  # the write takes longer than the best interval would
     Cluster(16_384, 7.5, 100e3, 300, 60, 2.5, 75, 0.03, 2.1),
+    Cluster(16_384, 7.5, 100e3, 300, 60, 2.5, 900, 0.03, 2.1),  # an async save costs less, and a failure much more
 )
 SLIPS = {
     "save": "an async save stops training for copy_seconds, not for save_seconds",

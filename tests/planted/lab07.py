@@ -60,7 +60,7 @@ _YAML = [
     ("adam_beta2: 0.95", "adam_beta_2: 0.95", "misspelt"),
     ("curriculum_sampling: true", "curriculum_sampling: false", "order of the file"),
     ("fsdp_version: 2\nfsdp_config:\n", "other:\n", "model's class is Dist"),
-    ("to_wrap: LlamaDecoderLayer", "to_wrap: LlamaModel", "in one piece"),
+    ("to_wrap: LlamaDecoderLayer", "to_wrap: LlamaModel", "every decoder layer a unit"),
     ("save_steps: 4", "save_steps: 6", "between two saves"),
     ("save_total_limit: 2\nauto_resume_from_checkpoints: true\n", "save_total_limit: 2\n", "second start"),
     ("save_total_limit: 2", "save_total_limit: 1", "two should be"),
@@ -68,7 +68,7 @@ _YAML = [
     ("  - course_tools.axolotl.token_mean.TokenMean\n", "", "says of plugins"),
 ]  # fmt: skip
 _SBATCH = [
-    ("--ntasks-per-node=1", "--ntasks-per-node=8", "one task per node"),
+    ("--ntasks-per-node=1", "--ntasks-per-node=8", "8 x 96 cores"),
     ('--node_rank="$SLURM_NODEID"', "--node_rank=\"'$SLURM_NODEID'\"", "0, 0, 0, 0"),
     ("--signal=B:USR1@300", "--signal=USR1@300", "without B:"),
     ("USR1@300", "USR1@60", "before the end"),
@@ -195,7 +195,7 @@ _C10D = r"""#!/bin/bash
 #SBATCH --signal=B:TERM@600
 set -euo pipefail
 source ~/venv/bin/activate
-read -r head < <(scontrol show hostnames)
+head=$(scontrol show hostnames | head -n 1)
 out_of_time() {
   scancel -s TERM "$SLURM_JOB_ID.0"
   while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done
@@ -213,6 +213,7 @@ wait "$step"
 _STEPS = r"""#!/bin/bash
 #SBATCH --nodes=4
 #SBATCH --ntasks=4
+#SBATCH --exclusive
 #SBATCH --signal=B:10@300
 
 left=0; trap 'left=1; scancel --signal TERM $SLURM_JOB_ID' USR1
