@@ -40,7 +40,7 @@ ROOMS = {
     "course_lib": (600, 300),  # a lesson's opening picture in Colab
     "course_tools/planning": (3305, 2500),  # a ZeRO plan's script brings its JSON
     "course_tools/axolotl": (
-        3147,
+        3135,
         2000,
     ),  # a notebook needs no remark that it waits; on SIGTERM all ranks save the same step, and workers stay
     "course_tools/clusters": (1109, 600),  # Slurm's signal reaches the ranks
@@ -49,13 +49,13 @@ ROOMS = {
     "course_tools/doctor": (717, 450),
     "course_tools": (151, 150),  # where to go on, and the notebook there
     "course_checks/harness": (1157, 700),  # clauses and hints; what labs share came from labs 3 to 6
-    "course_checks": (7836, 3850),  # labs 4 to 6 run on ranks; a norm before clipping; a default group in lab 8
+    "course_checks": (7889, 3850),  # labs 4 to 6 run on ranks; a norm before clipping; a default group in lab 8
     "classroom": (1658, 1200),  # Colab's links stand in the README's table, too
-    "tests/planted": (1786, 1300),
+    "tests/planted": (1501, 1300),
     "tests": (
-        14002,
+        14053,
         9700,
-    ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces; a pace, unequal shares; lines from two files of a rank; a deadline; a command's processes, workers under SIGTERM
+    ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces; a pace, unequal shares; lines from two files of a rank; a deadline; a command's processes, workers under SIGTERM; a saving plan's price beside a simulation
     "benchmarks": (
         2347,
         1000,
