@@ -25,8 +25,10 @@ def until(condition) -> None:
         time.sleep(0.01)
 
 
-def runs(pid: int) -> bool:
+def runs(process: int | psutil.Process) -> bool:
+    """Whether a process is alive; a number may by now be another process's, a `psutil.Process` may not."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        process = psutil.Process(process) if isinstance(process, int) else process
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

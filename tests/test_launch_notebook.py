@@ -159,8 +159,8 @@ def test_ranks_and_what_they_started_end_with_the_kernel(notebook):
         notebook.client.execute(textwrap.dedent(IMPORTS + with_child.format(timeout=500)))
         until(lambda: len(notebook.processes()) == 2 + 3 + 3)
         time.sleep(0.5)  # the ranks are deep in their waiting
-        pids = notebook.processes()
+        below = [*map(psutil.Process, notebook.processes())]
         end()
-        until(lambda pids=pids: not any(map(runs, pids)) and not notebook.folders())
+        until(lambda below=below: not any(map(runs, below)) and not notebook.folders())
         if name == "restart":
             notebook.client.wait_for_ready(timeout=200)

@@ -28,7 +28,7 @@ export HOME=$PWD/home SCRATCH=$PWD/scratch TMPDIR=$PWD/disk PATH=$PWD/bin:$PATH 
 export SLURM_JOB_ID=$1 SLURM_JOB_NODELIST="gpu[$2-$(($2 + 3))]" SIM_NODES="$(seq -f gpu%.0f -s ' ' $2 $(($2 + 3)))"
 export SLURM_JOB_NUM_NODES=4 SLURM_NNODES=4 SLURM_GPUS_ON_NODE=8 SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0
 export SLURMD_NODENAME=gpu$2
-export SIM_EACH=$3 SIM_CODE=$4 SIM_TENTHS=$5 ${6:+SLURM_RESTART_COUNT=$6} ${7:+SLURM_CPUS_PER_TASK=$7}
+export SIM_EACH=$3 SIM_CODE=$4 SIM_SECONDS=$5 ${6:+SLURM_RESTART_COUNT=$6} ${7:+SLURM_CPUS_PER_TASK=$7}
 exec bash job.sbatch </dev/null >said 2>&1"""
 # As Slurm does: a signal reaches all processes of a task, what a task's first process leaves behind is ended, and srun
 # answers SIGTERM by SIGKILL to its tasks. As torchrun does: USR1 ends it, and after SIGTERM it returns 1.
@@ -39,7 +39,7 @@ nodes=($SIM_NODES) each=$SIM_EACH worst=0
 case ${0##*/} in
 torchrun) trap 'log asked; command -p sleep 0.3; kill -0 $PPID && log saved; exit 1' TERM
   log start "$SLURMD_NODENAME" "${SIM_CORES:-1}" "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-30}" "$@"
-  for ((tenths = 0; tenths < SIM_TENTHS; tenths++)); do command -p sleep 0.1; done; exit "$SIM_CODE" ;;
+  command -p sleep "$SIM_SECONDS" & wait $!; exit "$SIM_CODE" ;;
 srun) export SIM_CORES=$SRUN_CPUS_PER_TASK; trap 'log forced; tell KILL' TERM
   while [[ $1 =~ ^(-[a-zA-Z]|--[a-z-]+)=?(.*)$ ]]; do
     option=${BASH_REMATCH[1]} value=${BASH_REMATCH[2]}; shift
@@ -86,7 +86,7 @@ def _tasks(header: str) -> tuple[int, int]:
 
 def _run(home: Path, header: str, job: int, restarts: object = "", code: int = 0, notice: tuple | None = None) -> Run:
     first, each, cores = fresh_seed() % 800 + 100, *_tasks(header)
-    facts = (job, first, each, code, 300 if notice else 0, restarts, cores)
+    facts = (job, first, each, code, 30 if notice else 0, restarts, cores)
     (home / "log").write_text("")
     words, env = ["bash", "-c", JOB, "job", *map(str, facts)], {"PATH": os.environ["PATH"]}
     bash = subprocess.Popen(words, cwd=home, env=env, start_new_session=True)

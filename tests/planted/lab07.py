@@ -103,7 +103,7 @@ from os import fdatasync
 
 def pieces(state, path=()):
     for key, value in state.items():
-        yield from pieces(value, (*path, key)) if isinstance(value, dict) else [((*path, key), value)]
+        yield from pieces(value, (*path, key)) if isinstance(value, dict) and value else [((*path, key), value)]
 
 
 class Checkpoints:
