@@ -21,7 +21,7 @@ from course_lib.notebook.contents import ROOT
 BROKEN = ROOT / "labs" / "07_axolotl" / "broken_job.sbatch"
 start, holds = partial(scripts.start, BROKEN), Contract().holds
 OPTIONS = "rdzv.id rdzv.endpoint master.addr master.port node.rank rdzv.backend nnodes nproc.per.node folder"
-LIMIT = 15.0  # seconds for what takes some tenths: every wait ends, and no verdict is about speed
+LIMIT = 20.0  # seconds for what takes some tenths: every wait ends, and no verdict is about speed
 JOB = """mkdir -p bin home/venv/bin scratch disk; touch home/venv/bin/activate train.py; chmod +x stand_in
 for name in srun scontrol scancel torchrun date hostname sleep; do ln -sf ../stand_in "bin/$name"; done
 export HOME=$PWD/home SCRATCH=$PWD/scratch TMPDIR=$PWD/disk PATH=$PWD/bin:$PATH SIM=$PWD SLURM_SUBMIT_DIR=$PWD USER=you
@@ -86,7 +86,7 @@ def _tasks(header: str) -> tuple[int, int]:
 
 def _run(home: Path, header: str, job: int, restarts: object = "", code: int = 0, notice: tuple | None = None) -> Run:
     first, each, cores = fresh_seed() % 800 + 100, *_tasks(header)
-    facts = (job, first, each, code, 30 if notice else 0, restarts, cores)
+    facts = (job, first, each, code, 60 if notice else 0, restarts, cores)
     (home / "log").write_text("")
     words, env = ["bash", "-c", JOB, "job", *map(str, facts)], {"PATH": os.environ["PATH"]}
     bash = subprocess.Popen(words, cwd=home, env=env, start_new_session=True)
@@ -173,13 +173,16 @@ def slurm_job(path: Callable[[], object]) -> str:
         home = Path(folder).resolve()
         (home / "stand_in").write_text(STAND_IN)
         (home / "job.sbatch").write_bytes(script.read_bytes())
+        ended = f"the script had not ended {LIMIT:.0f} seconds after its torchruns"
         meet, first = _trained(run := _run(home, header, job))
+        holds(run[0] is not None, ended)
         holds(run[0] == 0, f"training ended well, and the script's exit code is {run[0]}")
         code, events, _ = _run(home, header, job, code=1)
         holds(
             "requeue" not in [event[0] for event in events],
             "training failed, and no notice came: a bug is queued again",
         )
+        holds(code is not None, ended)
         holds(code, "training failed, and the script returned 0: Slurm calls that completed")
         for restarts in ("", 2):
             code, events, _ = run = _run(home, header, job, restarts, notice=(batch, number))
@@ -188,7 +191,7 @@ def slurm_job(path: Callable[[], object]) -> str:
             for right, sentence in (
                 ("forced" not in kinds, "srun answers SIGTERM by SIGKILL to its tasks; scancel --signal asks them"),
                 (["scancel", ""] not in events, "scancel without --signal cancels the job"),
-                ("batch" not in kinds, "scancel --batch or --full: the signal reaches this script, which ends of it"),
+                ("batch" not in kinds, "scancel --batch or --full: the signal reaches this script, and ends it"),
                 ("cut" not in kinds, "SIGTERM ended the shell around torchrun, and so the task: exec torchrun"),
                 (saved == 4 or "requeue" not in kinds, f"requeue came when {saved} of 4 had saved, and ended all"),
                 (batch or "asked" in kinds, "without B: the signal goes to the tasks, and ends torchrun"),
