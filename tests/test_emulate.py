@@ -269,7 +269,7 @@ def in_a_rank() -> dict[str, bool]:
     above = [bytearray(100_000) for _ in range(20)]  # alive above them on the heap: they cannot be given back
     del low
     with memory_limit.memory_limit(16 * MIB):
-        holds["kept memory counts"] = refuses(MIB, pieces=40)
+        holds["kept memory counts"] = refuses(MIB, pieces=60)
     del above
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with memory_limit.memory_limit(48 * MIB):

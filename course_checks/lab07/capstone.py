@@ -16,19 +16,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import yaml
-
 from course_checks.harness import Contract, NotYet, fresh_seed, scripts, without_limit
-from course_checks.lab07.common import lab
+from course_checks.lab07.common import FOLDER, lab
 from course_lib.launch import RankFailed
 from course_lib.models.data import english
-from course_lib.notebook.contents import ROOT
 from course_tools.axolotl import AxolotlRun, make_inputs, train
+from course_tools.axolotl.overlays import read
 
 Config = dict[str, Any]
-FOLDER = ROOT / "labs" / "07_axolotl"
 SCRIPT, PLACES = FOLDER / "train.py", FOLDER / "places.yml"
-GIVEN: Config = yaml.safe_load(PLACES.read_text(encoding="utf-8"))
+GIVEN: Config = read(PLACES)
 STEPS, RANKS, UNITS, MOST_LOST, DIES_AT = 12, 2, 3, 4, 7  # units: two blocks, and one for the rest
 SAYS: dict[str, tuple[Any, Any, str]] = {  # what the script says, Axolotl's default, and where it is said
     "max_steps": (STEPS, None, "STEPS, at the top"),
@@ -124,10 +121,10 @@ def one_file(path: Callable[[], Any]) -> str:
 def _read(file: Path) -> Config:
     """The mapping of a learner's YAML. Raises NotYet."""
     try:
-        config = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise NotYet(f"{file.name} is no YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(config, dict) or config.keys() <= GIVEN.keys():
+        config = read(file)
+    except ValueError as error:
+        raise NotYet(str(error)) from None
+    if config.keys() <= GIVEN.keys():
         raise NotImplementedError
     plugins = [plugin for plugin in GIVEN["plugins"] if plugin in (config.get("plugins") or ())]  # more may be there
     if lost := [key for key, value in GIVEN.items() if (config | {"plugins": plugins}).get(key) != value]:

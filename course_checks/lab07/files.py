@@ -7,17 +7,17 @@ import random
 import re
 import string
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from course_checks.harness import Contract, NotYet, fresh_seed, in_bytes, plain, returned, without_limit
-from course_checks.lab07.common import lab
+from course_checks.lab07.common import FOLDER, lab
 from course_lib.launch import RankFailed
-from course_lib.notebook.contents import ROOT
-from course_tools.axolotl import make_inputs, merged, preprocess, train, warm_axolotl
+from course_lib.observe import Collective
+from course_tools.axolotl import make_inputs, merged, preprocess, train
 
-FOLDER, ROOM = ROOT / "labs" / "07_axolotl", 768  # tokens that a row may have on the card of short.yml
+ROOM = 768  # tokens that a row may have on the card of short.yml
 CONCERNED = {  # the keys that somebody may try who has understood what was seen; some of them mend nothing
     "endless.yml": "special_tokens eot_tokens train_on_eos train_on_eot train_on_inputs",
     "parrot.yml": "train_on_inputs roles_to_train",
@@ -32,7 +32,6 @@ ANSWER = re.compile(rb"(?:\xfeassistant\n|### Response:\n|$)([^\xff]*)")  # ids 
 def mended_files(mended: Callable[[], Any]) -> str:
     """Runs each file with its changes: the labels in the prepared data, and what two ranks gather."""
     changes, rng, told = _changes(mended()), random.Random(fresh_seed()), []
-    warm_axolotl()
     with tempfile.TemporaryDirectory(prefix="lab07-files-") as place:
         layers, data = rng.choice((2, 3)), Path(place, "rows.jsonl")
         tiny, answers = str(make_inputs(place, layers=layers) / "tiny"), _write(rng, data)
@@ -93,17 +92,26 @@ def _labelled(contract: Contract, config: dict[str, Any], answers: set[str]) -> 
     contract.say(f"{texts} tokens of {total} answers and {ends} ends have a label, and nothing else")
 
 
+def until_backward_ends(collectives: Sequence[Collective]) -> list[Collective]:
+    """Rank 0's collectives in their order, up to the last reduce-scatter; all of them where there is none."""
+    calls = sorted((call for call in collectives if call.rank == 0), key=lambda call: call.start)
+    ends = [number for number, call in enumerate(calls, 1) if call.kind == "reduce_scatter"]
+    return calls[: max(ends, default=len(calls))]
+
+
 def _gathered(contract: Contract, config: dict[str, Any], layers: int) -> None:
     """What two ranks gather of the weights in a step."""
     from course_lib.models import tiny_llama
 
     run = train(merged(config, max_steps=1, gradient_accumulation_steps=1, pad_to_sequence_len=False), ranks=2)
-    calls, whole = [call for call in run.run.collectives if call.rank == 0], 4 * run.witness[0]["total_elements"]
+    calls, whole = until_backward_ends(run.run.collectives), 4 * run.witness[0]["total_elements"]
     block = 4 * sum(p.numel() for p in tiny_llama(layers=layers).model.layers[0].parameters())  # bytes, in fp32
-    end = max((call.start for call in calls if call.kind == "reduce_scatter"), default=0.0)  # later it saves
-    gathers = [2 * call.bytes for call in calls if call.kind == "all_gather" and call.start < end]
+    gathers = [2 * call.bytes for call in calls if call.kind == "all_gather"]
     largest, times = max(gathers, default=0), sum(gathers) / whole
-    contract.holds(bool(gathers), "no weights are gathered: they are not sharded, and each rank holds all of them")
+    contract.holds(
+        "reduce_scatter" in {call.kind for call in calls},
+        "no weights are gathered: they are not sharded, and each rank holds all of them",
+    )
     told = f"the largest gather brings {in_bytes(largest)} of the weights' {in_bytes(whole)}"
     contract.holds(largest <= block, f"{told}, and a block has {in_bytes(block)}")
     contract.holds(times >= 2, f"a step gathers {times:.1f} times the weights: forward's stay until backward")

@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from course_checks.harness import Contract, fresh_seed, scripts
-from course_checks.lab07.common import lab
-from course_lib.notebook.contents import ROOT
+from course_checks.lab07.common import FOLDER, lab
 
-BROKEN = ROOT / "labs" / "07_axolotl" / "broken_job.sbatch"
+BROKEN = FOLDER / "broken_job.sbatch"
 start, holds = partial(scripts.start, BROKEN), Contract().holds
 OPTIONS = "rdzv.id rdzv.endpoint master.addr master.port node.rank rdzv.backend nnodes nproc.per.node folder"
 LIMIT = 20.0  # seconds for what takes some tenths: every wait ends, and no verdict is about speed
