@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib.checkpoints import latest, load, save  # complete or not there, whenever it is killed: lesson 6
+from course_lib.checkpoints import latest, load, save  # written beside, then renamed: complete or not there
 from course_lib.launch import process_group
 from course_lib.launch.group import end_process
 from course_lib.models.data import sample_batch
