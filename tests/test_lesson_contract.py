@@ -39,7 +39,7 @@ BUDGET = {  # what: at most (in a lesson, in a deeper notebook)
     "longest_wait": (15, 15),  # the seconds that one cell declares
 }
 ABOUT = {"words": 1.1, "lines": 1.1}  # these limits are meant as "about"
-EXTRA = {("07_axolotl", "seconds"): 90}
+EXTRA = {("07_axolotl", "seconds"): 90, ("deeper/claims", "lines"): 285}  # an answer to each of 31 statements
 
 # Notebook -> the rules that it does not keep yet. The list only gets shorter: a rule that is kept must leave it.
 EXCEPTIONS: dict[str, str] = {}
@@ -162,7 +162,8 @@ def is_figure(data: dict[str, Any]) -> bool:
 
 
 def limit(notebook: Notebook, what: str) -> float:
-    return EXTRA.get((notebook.name, what), round(BUDGET[what][notebook.is_deeper] * ABOUT.get(what, 1)))
+    as_lesson = not notebook.is_deeper or notebook.name == "deeper/claims"  # what all lessons' texts say, in one place
+    return EXTRA.get((notebook.name, what), round(BUDGET[what][not as_lesson] * ABOUT.get(what, 1)))
 
 
 def within(what: str, notebook: Notebook) -> list[str]:
