@@ -104,22 +104,21 @@ def why_not(
             )
         what = "weights on the host" if offload == "all" else "the optimizer on the host"
         return f"offload={offload!r} puts {what}, which {_either(able)} can do and {strategy} cannot."
-    if offload != "none" and "8bit" in optimizer:
-        return f"optimizer={optimizer!r} has no CPU step: with offload take adamw."
-    if offload != "none" and optimizer in ("adamw_bf16", "muon"):
-        return f"optimizer={optimizer!r} is stepped on the GPU here: with offload take adamw."
+    steps_on_host = optimizer in ("adamw", "sgd") or (optimizer == "adamw8bit" and how.zero_stage)
+    if offload != "none" and not steps_on_host:
+        return f"This course steps optimizer={optimizer!r} on the GPU alone: with offload take adamw."
+    if optimizer == "paged_adamw8bit" and strategy == "fsdp":
+        return "bitsandbytes steps plain tensors, and FSDP2 has DTensors: with fsdp take adamw8bit, as torchao has it."
     if optimizer == "muon" and how.zero_stage:
-        return (
-            f"torch.optim.Muon needs matrices, and {strategy} hands its optimizer flat shares: with muon take fsdp, ddp "
-            "or single."
-        )
+        return "This course's Muon is torch's, and takes no flat shares of ZeRO: with muon take fsdp, ddp or single."
     if ranks > 1 and strategy == "single":
         others = [name for name in STRATEGIES if name != "single"]
         return f"ranks={ranks} with strategy='single': several ranks need {_either(others)}."
-    if pp > 1 and how.zero_stage and (how.zero_stage > 1 or offload != "none"):
-        # deepspeedai/Megatron-DeepSpeed issue 369
-        what = strategy if how.zero_stage > 1 else f"offload={offload!r}"
-        return f"DeepSpeed's pipeline takes no {what}: with pp={pp} take zero1 without offload, ddp or fsdp."
+    if pp > 1 and how.zero_stage > 1:
+        return f"DeepSpeed's pipeline takes no {strategy}: with pp={pp} take zero1, ddp or fsdp."
+    if pp > 1 and how.zero_stage and offload != "none":
+        # DeepSpeed 0.19.8 trains so on CPU ranks; its issue 3866 (bf16 on GPUs) is open
+        return f"This course's ZeRO pipelines have no offload={offload!r}: with pp={pp} take 'none', ddp or fsdp."
     if method == "qlora" and tp > 1:
         return (
             f"bitsandbytes keeps each quantized matrix in one piece, and tp={tp} would split it: with qlora take tp=1."

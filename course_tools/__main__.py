@@ -19,7 +19,7 @@ COMMANDS = {
     "doctor": ("course_tools.doctor.command", "what this machine can run of the course, and how to fix the rest"),
     "proof": ("course_tools.doctor.proof", "ten seconds: train with DDP on two ranks and compare with one rank"),
     "progress": ("course_tools.progress", "which exercises you have passed, and what comes next"),
-    "class": ("classroom.workshop.command", "a class on one box: preflight, gpus, board, reset, pace, notes, slides"),
+    "class": ("classroom.workshop.command", "a class on one box: preflight, gpus, board, reset, pace, hand-in, slides"),
 }
 
 

@@ -37,10 +37,12 @@ def test_what_does_not_go_together_is_refused() -> None:
         ({"ranks": 2}, "strategy='single'"),
         ({"strategy": "zero3", "pp": 4}, "takes no zero3"),
         ({"strategy": "zero1", "offload": "optimizer", "pp": 4}, "offload='optimizer'"),
+        ({"strategy": "fsdp", "optimizer": "paged_adamw8bit"}, "DTensors"),
         ({"method": "qlora", "tp": 2}, "bitsandbytes"),
     ]
     assert_refused((partial(check_combination, **choices), ValueError, fragment) for choices, fragment in rows)
     assert not why_not(optimizer="muon", strategy="fsdp") and not why_not(optimizer="adamw_bf16", strategy="zero3")
+    assert not why_not(strategy="zero1", offload="optimizer", optimizer="adamw8bit")
     assert not why_not(strategy="zero1", pp=4, ranks=2) and not why_not(strategy="fsdp", offload="all", ranks=2)
 
 

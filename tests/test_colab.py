@@ -24,7 +24,8 @@ from course_lib import colab
 from course_lib.colab import NotReady
 
 ROOT = colab_cells.ROOT
-PATHS = [f"{folder}/{name}.ipynb" for folder in colab_cells.FOLDERS for name in colab_cells.NAMES]
+LABS = [f"labs/{name}.ipynb" for name in colab_cells.NAMES]
+PATHS = [*colab_cells.PATHS, *LABS]
 ADDRESS = colab_cells.repository()
 PACKAGES = Path(importlib.util.find_spec("torch").origin).parent.parent
 
@@ -50,7 +51,7 @@ def colab_cell(path: str) -> str:
 
 
 def test_link_and_cell_are_in_step_with_their_generator_and_the_cell_comes_first():
-    assert colab_cells.differing() == []
+    assert colab_cells.update(write=False) == []
     for path in PATHS:
         first = next(cell for cell in cells(path) if cell["cell_type"] == "code")
         assert first["source"] == colab_cell(path), f"{path}: the imports need what the cell installs"
@@ -68,23 +69,19 @@ def test_outside_colab_the_cell_does_nothing(monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_another_address_is_written_into_what_is_not_generated_and_the_rest_stays(tmp_path, capsys):
-    def command(what: str) -> int:
-        return colab_cells.main([what, "--root", str(tmp_path)])
-
+def test_another_address_is_written_into_what_is_not_generated_and_the_rest_stays(tmp_path):
     for path in ["pyproject.toml", *PATHS]:
         (tmp_path / path).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     project = tmp_path / "pyproject.toml"
     project.write_text(project.read_text().replace(f'"{ADDRESS}"', '"https://github.com/ada/Course.git/"'))
-    assert command("--check") == 1 and PATHS[0] in capsys.readouterr().out
-    assert command("--write") == 1  # labs come from solutions
-    assert colab_cells.differing(tmp_path) == [path for path in PATHS if path.startswith("labs/")]
+    assert colab_cells.update(tmp_path, write=False) == colab_cells.update(tmp_path, write=True) == colab_cells.PATHS
+    assert colab_cells.update(tmp_path, write=False) == []
     for path in PATHS:
         assert cells(path, tmp_path)[2:] == cells(path)[2:]
-        assert (ADDRESS in (tmp_path / path).read_text()) == path.startswith("labs/")
-    project.write_text('[project.urls]\nRepository = "https://example.org/a/b"\n')
-    assert command("--write") == 2 and "'https://example.org/a/b'" in capsys.readouterr().out
+        assert (ADDRESS in (tmp_path / path).read_text()) == (path in LABS), "labs come from solutions"
+    project.write_text('[project.urls]\nRepository = "https://example.org/a/b"\n[project]\n')
+    assert_refused([(lambda: colab_cells.update(tmp_path, write=True), ValueError, "'https://example.org/a/b'")])
 
 
 # ---- What a runtime lacks ------------------------------------------------------------------------------------------

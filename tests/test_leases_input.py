@@ -155,9 +155,9 @@ def test_the_command_refuses_bad_input_with_code_2(tmp_path, monkeypatch, capsys
     cases = {
         (): "--folder",
         ("--folder", str(tmp_path / "none")): "none",
-        ("run", "--folder", folder): "Which command",
-        ("run", "--folder", folder, "--", "no-such-command"): "no-such-command",
-        ("run", "--folder", folder, "-n", "2", "--", "sh"): "2 GPUs",
+        ("--folder", folder, "run"): "Which command",
+        ("--folder", folder, "run", "--", "no-such-command"): "no-such-command",
+        ("--folder", folder, "run", "-n", "2", "--", "sh"): "2 GPUs",
     }
     for arguments, fragment in cases.items():
         assert gpus.main(list(arguments)) == 2, arguments

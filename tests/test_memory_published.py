@@ -139,12 +139,6 @@ def qlora_footprint(row, given) -> None:
     assert low <= printed + 0.5 and printed - 0.5 <= high, f"{low:.2f} to {high:.2f} GB"
 
 
-@kind("formula")
-def fsdp_peak(row, given) -> None:
-    assert row["expected"] == "sum(psi_i)/F + max(psi_i)"
-    assert [states.fsdp_peak_parameters([7, 40, 13], shards) for shards in (1, 2, 60)] == [100, 70, 41]
-
-
 @pytest.mark.parametrize("name", HANDLERS)
 def test_published_numbers_are_met(name: str) -> None:
     wrong, rows = [], [row for row in ROWS if row["kind"] == name]
@@ -179,6 +173,5 @@ def test_what_has_no_meaning_is_refused() -> None:
             (lambda: flops_per_token(LLAMA, 0), ValueError, "seq_len=0"),
             (lambda: flops_per_token(LLAMA, 8, recompute="ful"), ValueError, "'full'"),
             (lambda: states.state_bytes(10, stage=4), ValueError, "stage=4"),
-            (lambda: states.fsdp_peak_parameters([], 2), ValueError, "units"),
         ]
     )

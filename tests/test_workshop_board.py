@@ -10,7 +10,7 @@ from pathlib import Path
 from refusals import assert_refused
 
 from classroom.authoring.labs import find_lab
-from classroom.workshop import board, learners
+from classroom.workshop import board, hand_in, learners
 from course_lib.notebook import contents
 from course_lib.notebook.progress import ExerciseRecord, GuessRecord, Progress
 
@@ -56,8 +56,8 @@ def learner(folder: Path, name: str, *tries: tuple[str, str, int], message: str 
     return path
 
 
-def page_of(folder: Path, order: str = "name") -> Page:
-    return Page(board.render(str(folder), order))
+def page_of(given: Path) -> Page:
+    return Page(board.render(given))
 
 
 def test_the_board_counts_the_exercises_that_the_checks_have():
@@ -75,10 +75,9 @@ def test_a_row_tells_what_was_passed_tried_and_where_somebody_is_stuck(tmp_path)
     assert ada[5].startswith("1/7") and ada[1] == "0/6"
     assert "Resharding a checkpoint" in ada[11] and "5 tries" in ada[11] and "off by 2" in ada[11]
     assert ada[10] == "1, within a factor of 1.4" and page.row("eve")[10] == ""
-    assert page.row("eve")[12] == "none yet"
-    orders = {"name": ["ada", "bob", "eve"], "passed": ["bob", "ada", "eve"], "silent": ["eve"], "stuck": ["ada"]}
-    for order, names in orders.items():
-        assert [row[0] for row in page_of(tmp_path, order).rows[1:-1]][: len(names)] == names, order
+    assert page.row("eve")[12] == "none yet" and "Sep" in ada[12]
+    assert [row[0] for row in page.rows[1:-1]] == ["ada", "bob", "eve"]
+    assert page.rows[-1][5] == "1" and page.rows[-1][9] == "1", "the median of 1, 3 and 0"
 
 
 def test_a_damaged_file_is_a_row_and_the_others_are_read(tmp_path):
@@ -94,7 +93,8 @@ def test_a_damaged_file_is_a_row_and_the_others_are_read(tmp_path):
     }
     ada = learner(tmp_path, "ada", ("sharded_step", "passed", 1))
     for name, data in damaged.items():
-        (tmp_path / f"{name}.json").write_bytes(data)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "progress.json").write_bytes(data)
     for name in ("link", "pipe", "folder"):
         (tmp_path / name).mkdir()
     (tmp_path / "link" / "progress.json").symlink_to(ada)  # somebody else's work
@@ -116,7 +116,7 @@ def test_names_and_messages_are_shown_as_they_are_and_never_as_markup(tmp_path):
     raw["labs"][LAB5]["<iframe>"] = raw["labs"][LAB5]["reshard"]
     path.write_text(json.dumps(raw))
     learner(tmp_path, "Zoë O'Neill " + "n" * 90, ("sharded_step", "passed", 10**400))
-    text = board.render(str(tmp_path))
+    text = board.render(tmp_path)
     page = Page(text)
     assert not {"script", "img", "b onclick", "iframe", "link"} & set(page.tags)
     assert not [part for part in page.attributes if part[1].startswith("on") or part[1] in ("src", "style")]
@@ -126,18 +126,39 @@ def test_names_and_messages_are_shown_as_they_are_and_never_as_markup(tmp_path):
     assert not set(text) & set("\u202e\u200b\u0007\udcff")
 
 
-def test_a_pattern_names_learners_by_its_wildcard_part(tmp_path):
-    learner(tmp_path / "ada" / "data", "course", ("sharded_step", "passed", 1))
-    (tmp_path / "bob" / "data").mkdir(parents=True)
-    page = page_of(tmp_path / "*" / "data" / "course" / "progress.json")
-    assert page.row("ada")[5] == "1/7" and page.row("bob")[12] == "none yet"
-    two, nobody = str(tmp_path / "*" / "c*" / "progress.json"), str(tmp_path / "nobody")
-    assert_refused(
-        [
-            (lambda: board.render(two), ValueError, "one part"),
-            (lambda: board.render(nobody), ValueError, "nobody"),
-        ]
-    )
+def block(*tries: tuple[str, str, int], lab: str = LAB5) -> str:
+    """An issue's body as the form makes it, with the line ends that GitHub gives it."""
+    records = {exercise: ExerciseRecord(status, n, OLD) for exercise, status, n in tries}
+    row = next(row for row in contents.map_rows() if row.name == lab)
+    text = hand_in.block(row, Progress({lab: records}))
+    question = '```json\n{"zero_optimization": {"stage": 4}}\n```'  # of the learner's own
+    return f"### The block\n\n{text}\n\n### One question\n\n{question}".replace("\n", "\r\n")
+
+
+def test_a_class_that_hands_in_by_issue_is_read_newest_block_first(tmp_path):
+    issues = tmp_path / "issues.json"
+    newest_first = [
+        ("bob", "I have no block yet"),
+        ("ada", block(("reshard", "passed", 3), ("choose", "not yet", 6))),
+        ("eve<b>", '```json\n{"version": 2, "labs": [NaN]}\n```'),
+        ("ada", block(("ring", "passed", 1), lab="03_collectives")),
+        ("ada", block(("sharded_step", "passed", 1), ("reshard", "not yet", 1))),
+        ("bob", block(("reshard", "passed", 1))),
+        ("ada", "a mistake of mine"),
+        ("deep", "```json\n" + "[" * 100_000),
+        ("huge", "```json\n" + "9" * 5 * 2**20),
+    ]
+    issues.write_text(json.dumps([{"author": {"login": login}, "body": body} for login, body in newest_first]))
+    page = page_of(issues)
+    assert [row[0] for row in page.rows[1:-1]] == ["ada", "bob", "deep", "eve<b>", "huge"]
+    ada = page.row("ada")
+    assert ada[3].startswith("1/6") and ada[5].startswith("1/7") and "1 tried" in ada[5] and "6 tries" in ada[11]
+    for name in ("bob", "deep", "eve<b>", "huge"):
+        assert page.row(name)[1].startswith("cannot be read") and len(page.row(name)[1]) < 150, name
+    for text in ("[1]", "no JSON", '[{"author": {}, "body": ""}]'):
+        issues.write_text(text)
+        assert_refused([(lambda: board.render(issues), ValueError, "issues.json")])
+    assert_refused([(lambda: board.render(tmp_path / "nobody"), OSError, "nobody")])
 
 
 def test_the_page_is_written_outside_the_class_again_and_again_until_ctrl_c(tmp_path, monkeypatch):
@@ -151,9 +172,9 @@ def test_the_page_is_written_outside_the_class_again_and_again_until_ctrl_c(tmp_
             raise KeyboardInterrupt
 
     monkeypatch.setattr(board.time, "sleep", sleep)
-    assert board.main([str(group), "--out", str(out), "--every", "7"]) == 0
-    assert [cell[:3] for cell in seen] == ["0/7", "1/7"] and 'http-equiv="refresh" content="7"' in out.read_text()
+    assert board.main([str(group), "--out", str(out)]) == 0
+    assert [cell[:3] for cell in seen] == ["0/7", "1/7"] and 'http-equiv="refresh" content="5"' in out.read_text()
     assert board.main([str(group), "--once", "--out", str(out)]) == 0 and "refresh" not in out.read_text()
-    for wrong in (["--once", "--out", str(group / "b.html")], ["--every", "0"]):
-        assert board.main([str(group), *wrong]) == 2, wrong
+    for wrong in ([str(group), "--out", str(group / "b.html")], [str(tmp_path / "nobody"), "--out", str(out)]):
+        assert board.main(["--once", *wrong]) == 2, wrong
     assert os.listdir(group) == ["ada"], "a class's folder is only read"

@@ -1,22 +1,21 @@
-"""The tables of lessons in README.md and in the instructors' index, written from lessons/course.toml, the notebooks and the notes.
+"""The tables of README.md, of the map, of the instructors' index and of what combines with what.
 
-A table stands between two comments, ``<!-- lessons -->`` and ``<!-- /lessons -->``. ``python -m
+They are written from lessons/course.toml, the notebooks, the notes and `course_lib.choices`.
+
+Each stands between two comments, such as ``<!-- lessons -->`` and ``<!-- /lessons -->``. ``python -m
 classroom.authoring.lesson_tables`` writes the files that changed; `--check` only names them.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from classroom.authoring import colab_cells, notes
+from classroom.authoring import colab_cells, combinations, in_step, plans
 from course_lib.files import write_atomically
 from course_lib.notebook import contents
 from course_lib.notebook.contents import ROOT
-
-BEGIN, END = "<!-- lessons -->\n", "<!-- /lessons -->\n"
 
 
 def readme_table(root: Path = ROOT) -> str:
@@ -38,8 +37,7 @@ def instructors_table(root: Path = ROOT) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in contents.map_rows(root):
-        note = notes.read(row.number, root)
-        core = sum(exercise.minutes for exercise in row.exercises if note and exercise.title in note.lab_core)
+        core = plans.core_minutes(row, root)
         rows.append(
             f"| {row.number} | [the note]({row.name}.md) | [{row.title}](../../lessons/{row.name}.ipynb) | {row.minutes} "
             f"| {core} | {row.lab_minutes - core} |"
@@ -47,41 +45,75 @@ def instructors_table(root: Path = ROOT) -> str:
     return "\n".join(rows) + "\n"
 
 
-TABLES = {"README.md": readme_table, "site/instructors/index.md": instructors_table}
+def paths_table(root: Path = ROOT) -> str:
+    """How long the whole course takes, and a row for each of the learners' paths."""
+    rows = contents.map_rows(root)
+    deeper = [contents.stated_minutes(path) for path in (root / "lessons" / "deeper").glob("*.ipynb")]
+    lessons, core = sum(row.minutes for row in rows), sum(plans.core_minutes(row, root) for row in rows)
+    labs = sum(row.lab_minutes for row in rows)
+    lines = [
+        f"The {len(rows)} lessons take about {hours(lessons)}, their labs {hours(labs)} ({hours(core)} for the exercises that "
+        f"matter most), and what goes deeper {hours(sum(deeper))}. Nobody needs all of it:",
+        "",
+        "| you have | take | about |",
+        "| --- | --- | --- |",
+        *(
+            f"| **{title}** | {taken}. {words} | {hours(minutes)} |"
+            for title, taken, words, minutes in plans.paths(root)
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def hours(minutes: int) -> str:
+    """'55 minutes' or '7 hours'."""
+    return f"{minutes} minutes" if minutes < 90 else f"{minutes / 60:.0f} hours"
+
+
+def track_table(track: plans.Track) -> str:
+    """For whom it is, one row per lesson with its lab, and the minutes of each session."""
+    rows: list[list] = [[track.session, "lesson", "minutes", "the lab", "minutes"], ["---"] * 5]
+    for number, parts in enumerate(track.sessions, 1):
+        for part in parts:
+            if part.kind == "lesson":
+                rows.append([number, part.title, part.minutes, "", ""])
+            elif part.kind == "lab":
+                rows[-1][3:] = [part.title, part.minutes]
+    table = "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
+    totals = [f"{sum(part.minutes for part in s)} ({track.session} {n})" for n, s in enumerate(track.sessions, 1)]
+    return f"{track.who}\n\n{table}\n\nMinutes with breaks: {', '.join(totals)}.\n"
 
 
 def update(root: Path = ROOT, *, write: bool) -> list[str]:
-    """Name the files whose table is out of step; with `write`, write them."""
+    """Name the files whose tables are out of step; with `write`, write them."""
+    index = {name: track_table(track) for name, track in plans.tracks(root).items()}
+    tables = {
+        "lessons/00_start_here.ipynb": {"paths": paths_table(root)},
+        "README.md": {"lessons": readme_table(root)},
+        "site/combinations.md": {"combinations": combinations.page() + "\n"},
+        "site/instructors/index.md": {"lessons": instructors_table(root), **index},
+    }
     changed = []
-    for name, table in TABLES.items():
-        text = (root / name).read_text(encoding="utf-8")
-        if (text.count(BEGIN), text.count(END)) != (1, 1):
-            raise ValueError(f"{name} needs one pair of <!-- lessons --> and <!-- /lessons --> around its table")
-        before, rest = text.split(BEGIN)
-        wanted = before + BEGIN + table(root) + END + rest.split(END)[1]
+    for file, by_name in tables.items():
+        text = wanted = (root / file).read_text(encoding="utf-8")
+        for name, table in by_name.items():
+            begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
+            if file.endswith(".ipynb"):
+                begin, end, table = map(_as_in_a_notebook, (begin, end, table))
+            if (text.count(begin), text.count(end)) != (1, 1):
+                raise ValueError(f"{file} needs one pair of <!-- {name} --> and <!-- /{name} --> around its table")
+            wanted = wanted.split(begin)[0] + begin + table + end + wanted.split(end)[1]
         if wanted != text:
-            changed.append(name)
+            changed.append(file)
             if write:
-                write_atomically(root / name, wanted)
+                write_atomically(root / file, wanted)
     return changed
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the tables; with --check, return 1 where one is not in step."""
-    parser = argparse.ArgumentParser(prog="python -m classroom.authoring.lesson_tables", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; name the files that are not in step")
-    check = parser.parse_args(argv).check
-    try:
-        changed = update(write=not check)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
-    for name in changed:
-        print(
-            f"{name}: {'its table of lessons is not in step with lessons/course.toml and the notebooks' if check else 'written'}"
-        )
-    return 1 if check and changed else 0
+def _as_in_a_notebook(text: str) -> str:
+    """Lines of a Markdown cell as nbformat writes them."""
+    return "".join(f"    {json.dumps(line, ensure_ascii=False)},\n" for line in text.splitlines(keepends=True))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(in_step.run(update, __doc__, sys.argv[1:]))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from classroom.authoring import notes
+from classroom.authoring import plans
 from course_lib.files import write_atomically
 from course_lib.notebook import contents
 from course_tools.command_line import ArgumentParser, reports_errors
@@ -87,7 +87,7 @@ def for_slides(source: str) -> str:
     return code_or_formula.sub(lambda found: found[1] or tex2mathml(found[2]), source)
 
 
-def make(lesson: Path, folder: Path, *, note: str = "") -> Path:
+def make(lesson: Path, folder: Path, note: str) -> Path:
     """Write the slides of the notebook `lesson` into `folder`, with parts of an instructor's `note` as speaker notes."""
     import nbformat
     from nbconvert import SlidesExporter
@@ -113,8 +113,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=contents.ROOT / "build/slides", help="the folder to write into")
     options = parser.parse_args(argv)
     for number in numbers if options.lesson == "all" else [int(options.lesson)]:
-        note = notes.read(number)
-        print(make(contents.find(number, "lessons"), options.out, note=note.text if note else ""), flush=True)
+        print(make(contents.find(number, "lessons"), options.out, plans.note(number).text), flush=True)
     if not (options.out / LOCAL).is_dir():
         print(f"Showing them needs a network, unless you first:  npm install --prefix {options.out} {REVEAL}")
     print("space: on · s: a window with the notes · f: full screen · ?print-pdf behind the address: for paper")

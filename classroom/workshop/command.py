@@ -10,23 +10,16 @@ from course_tools.command_line import reports_errors, run_command
 COMMANDS = {
     "preflight": ("classroom.workshop.preflight", "preflight --learners 16: whether this box carries the class"),
     "gpus": ("classroom.workshop.gpus", "who has which GPU, and who waits; gpus init lends them"),
-    "board": ("classroom.workshop.board", "board FOLDER: the class's progress as a page"),
-    "reset": ("classroom.workshop.reset", "reset --lab 05: a lab back to its start, the work in it kept aside"),
-    "pace": ("classroom.workshop.pace", "pace 5 --minutes 45: minutes of each section, and what to skip"),
-    "notes": ("classroom.authoring.notes", "notes 5: the instructor's note on a lesson"),
     "slides": ("classroom.authoring.slides", "slides 5: a lesson's slides"),
+    "pace": ("classroom.workshop.pace", "pace 5 --minutes 45, pace --track one-day: clock times, and what to skip"),
+    "board": ("classroom.workshop.board", "board FOLDER: the class's progress as a page"),
+    "reset": ("classroom.workshop.reset", "reset --lab 5: a lab back to its start, the work in it kept aside"),
+    "hand-in": ("classroom.workshop.hand_in", "hand-in 5, for learners: what you passed, to paste into an issue"),
 }
-DAY = """\
-the evening before   preflight --learners 16
-on a box with GPUs   gpus init /var/tmp/gpus, then gpus shows who has which, and who waits
-before a lesson      notes 5; pace 5 --minutes 45 --start 09:30; slides 5
-during the lab       board /srv/class, then open board.html (each learner's JupyterLab with BEYOND_ONE_GPU_HOME=/srv/class/NAME)
-a lab gone wrong     reset --lab 05
-"""
 
 
 @reports_errors
 def main(argv: Sequence[str]) -> int:
     """Run one command of the class; returns its exit code: 0, 1 for a problem that was found, 2 for bad input."""
-    epilog = f"A day with them:\n\n{DAY}\nEach takes --help."
+    epilog = "A day with them: site/instructors/index.md. Each takes --help."
     return run_command(COMMANDS, argv, prog="beyond class", description="A class on one box.", epilog=epilog)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shlex
 import shutil
@@ -12,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from course_lib.launch.leases import COUNT_VARIABLE, FOLDER_VARIABLE, NAME_VARIABLE, NoTurn, Pool
+from course_lib.launch.leases import FOLDER_VARIABLE, NAME_VARIABLE, NoTurn, Pool
 from course_lib.launch.leases.messages import duration
 from course_tools.command_line import ArgumentParser, reports_errors
 
@@ -31,12 +32,11 @@ def _parser() -> ArgumentParser:
     run = commands.add_parser(
         "run",
         help="run -n 2 --name Ada -- COMMAND: lease for as long as it lives",
-        usage="beyond class gpus run [-n N] [--name NAME] [--wait SECONDS] [--folder F] -- COMMAND …",
+        usage="beyond class gpus [--folder F] run [-n N] [--name NAME] [--wait SECONDS] -- COMMAND …",
     )
     run.add_argument("-n", type=int, default=1, help="GPUs; default 1")
     run.add_argument("--name", default="", help=f"of the learner; default: ${NAME_VARIABLE}, or the user's name")
     run.add_argument("--wait", type=float, metavar="SECONDS", help="give up after that long, with exit code 1")
-    run.add_argument("--folder", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
 
@@ -46,11 +46,9 @@ def main(argv: Sequence[str]) -> int:
     end = argv.index("--") if "--" in argv else len(argv)
     options = _parser().parse_args(argv[:end])
     if options.command == "init":
-        return _init(options.where, options.gpus)
+        return _init(Pool(options.where, options.gpus))
     if not options.folder:
-        raise ValueError(
-            f"Which folder? Set {FOLDER_VARIABLE}, or give --folder; to make one: gpus init /var/tmp/gpus --gpus 4"
-        )
+        raise ValueError(f"Which folder? Set {FOLDER_VARIABLE}, or give --folder; gpus init FOLDER makes one")
     if options.command is None:
         return _show(Pool(options.folder))
     try:
@@ -60,38 +58,30 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
-def _init(where: str, gpus: int | None) -> int:
-    pool = Pool(where, gpus)
+def _init(pool: Pool) -> int:
     pool.make()
     print(
-        f"{pool.folder} lends {pool.gpus} GPU{'s' * (pool.gpus > 1)}. Every learner's shell, or the service that starts"
+        f"{pool.folder} lends {pool.gpus} GPU{'s' * (pool.gpus > 1)}. Each learner's shell, or what starts their notebooks,"
     )
-    print("their notebooks, needs these lines; then each run of `launch` waits its turn by itself:")
+    print("needs these lines; then each run of `launch` waits its turn by itself:")
     print(f"export {FOLDER_VARIABLE}={shlex.quote(pool.folder)}")
     print(f"export {NAME_VARIABLE}=Ada   # each their own")
-    if os.environ.get(COUNT_VARIABLE):
-        print(f"({COUNT_VARIABLE} is set here: a rehearsal. Learners on a box without GPUs need it too.)")
-    closed = next((folder for folder in Path(pool.folder).parents if not folder.stat().st_mode & 0o001), None)
-    if closed is not None:
-        print(
-            f"Other users of this box cannot reach it, for {closed} is closed to them: choose a folder outside of it."
-        )
+    for folder in Path(pool.folder).parents:
+        if not folder.stat().st_mode & 0o001:
+            print(f"{folder} is closed to other users of this box: choose a folder that they can reach.")
     return 0
 
 
 def _show(pool: Pool) -> int:
-    holders, queue, now = {h.gpu: h for h in pool.holders()}, pool.waiting(), time.time()
-    rows = [("GPU", "holder", "for", "process")]
+    holders, now = {holder.gpu: holder for holder in pool.holders()}, time.time()
     for gpu in range(pool.gpus):
         if (held := holders.get(gpu)) is None:
-            rows.append((str(gpu), "free", "", ""))
+            print(f"GPU {gpu}: free")
         else:
             how_long = "?" if held.since is None else duration(now - held.since)
-            rows.append((str(gpu), held.name, how_long, "?" if held.pid is None else str(held.pid)))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    print("Nobody waits." if not queue else "In the queue, whose turn is next first:")
+            print(f"GPU {gpu}: {held.name}, for {how_long}, process {held.pid or '?'}")
+    queue = pool.waiting()
+    print("In the queue, whose turn is next first:" if queue else "Nobody waits.")
     for ticket in queue:
         print(f"  {ticket.name} wants {ticket.wants}, for {duration(now - ticket.since)}")
     return 0
@@ -106,7 +96,8 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
         raise ValueError(f"{command[0]}: no such command here.")
     before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # Ctrl-Z in the queue would keep all those behind waiting
     try:
-        lease = Pool(options.folder).lease(options.n, name=options.name, wait=options.wait, tell=_tell).take()
+        pool, tell = Pool(options.folder), functools.partial(print, file=sys.stderr, flush=True)
+        lease = pool.lease(options.n, name=options.name, wait=options.wait, tell=tell).take()
     except KeyboardInterrupt:
         return 130
     finally:
@@ -117,11 +108,4 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
     environment = {k: v for k, v in os.environ.items() if k != FOLDER_VARIABLE} | lease.environment
     sys.stdout.flush()
     sys.stderr.flush()
-    try:
-        os.execve(program, command, environment)
-    except OSError as error:
-        raise ValueError(f"{command[0]} cannot be run ({error.strerror}).") from None
-
-
-def _tell(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
+    os.execve(program, command, environment)

@@ -1,8 +1,6 @@
-"""The papers' formulas for model states under ZeRO and FSDP, as the lessons teach them; `estimate` counts tensor by tensor."""
+"""The papers' formulas for model states under ZeRO, as the lessons teach them; `estimate` counts tensor by tensor."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from course_lib.validation import pick, positive
 
@@ -35,16 +33,3 @@ def state_bytes(
     return sum(
         -(-each * int(parameters) // share) for each, share in zip((weights, gradients, states), shares, strict=True)
     )
-
-
-def fsdp_peak_parameters(units: Sequence[int], shards: int) -> float:
-    """Elements on one GPU when the largest unit is gathered: sum(units) / shards + max(units).
-
-    `units`: elements of each FSDP unit. Prefetching a second unit comes on top.
-
-    Source: Zhao et al., arXiv:2304.11277, section 3.2.1.
-    """
-    if not units:
-        raise ValueError("units is empty: give the number of elements of each FSDP unit.")
-    positive(shards=shards, **{f"units[{i}]": unit for i, unit in enumerate(units)})
-    return sum(units) / shards + max(units)

@@ -139,7 +139,7 @@ def map_rows(root: Path = ROOT) -> list[MapRow]:
     return [
         MapRow(
             number,
-            minutes=_stated_minutes(root / "lessons" / f"{lesson['name']}.ipynb"),
+            minutes=stated_minutes(root / "lessons" / f"{lesson['name']}.ipynb"),
             exercises=in_labs[lesson["name"]],
             **lesson,
         )
@@ -147,7 +147,8 @@ def map_rows(root: Path = ROOT) -> list[MapRow]:
     ]
 
 
-def _stated_minutes(path: Path) -> int:
+def stated_minutes(path: Path) -> int:
+    """The minutes that a notebook's first cell states. Raises ValueError where it states none."""
     stated = ABOUT_MINUTES.search(_source(_cells(path)[0]))
     if not stated:
         raise ValueError(f"the first cell of {path.name} does not say about how many minutes it takes")

@@ -22,12 +22,6 @@ def memory_here(groups: Path = Path("/sys/fs/cgroup")) -> int:
     return min([size, *(int(limit) for limit in given if limit.isdigit())])
 
 
-def tasks_here(groups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return how many processes and threads the container may have; None for no limit."""
-    given = _first_line(groups / "pids.max") or _first_line(groups / "pids" / "pids.max")
-    return int(given) if given.isdigit() else None
-
-
 def _first_line(path: Path) -> str:
     """Read a file of the kernel; empty if there is no such file."""
     try:
