@@ -104,11 +104,10 @@ def why_not(
             )
         what = "weights on the host" if offload == "all" else "the optimizer on the host"
         return f"offload={offload!r} puts {what}, which {_either(able)} can do and {strategy} cannot."
-    steps_on_host = optimizer in ("adamw", "sgd") or (optimizer == "adamw8bit" and how.zero_stage)
-    if offload != "none" and not steps_on_host:
+    if strategy == "fsdp" and (optimizer == "paged_adamw8bit" or (optimizer == "adamw8bit" and offload != "none")):
+        return "bitsandbytes steps plain tensors, and FSDP2 has DTensors: take adamw8bit by torchao, without offload."
+    if offload != "none" and optimizer not in ("adamw", "sgd", "adamw8bit"):
         return f"This course steps optimizer={optimizer!r} on the GPU alone: with offload take adamw."
-    if optimizer == "paged_adamw8bit" and strategy == "fsdp":
-        return "bitsandbytes steps plain tensors, and FSDP2 has DTensors: with fsdp take adamw8bit, as torchao has it."
     if optimizer == "muon" and how.zero_stage:
         return "This course's Muon is torch's, and takes no flat shares of ZeRO: with muon take fsdp, ddp or single."
     if ranks > 1 and strategy == "single":

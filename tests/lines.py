@@ -29,7 +29,7 @@ ROOMS = {
     "course_lib/training": (1086, 1086),
     "course_lib/checkpoints": (461, 400),
     "course_lib/notebook": (
-        1626,
+        1636,
         600,
     ),  # every cell says that it runs, the map is a page of cards, buckets, stages, all-reduces and saves have sliders, and a recorded step a player
     "course_lib/figures": (
@@ -37,7 +37,7 @@ ROOMS = {
         950,
     ),  # a figure becomes a compact SVG; gigabytes; packed rows, time lost by the interval
     "course_lib/on_cpu": (151, 500),  # NF4 came from training, and keeps bitsandbytes quiet
-    "course_lib": (599, 300),  # a lesson's opening picture in Colab
+    "course_lib": (598, 300),  # a lesson's opening picture in Colab
     "course_tools/planning": (3305, 2500),  # a ZeRO plan's script brings its JSON
     "course_tools/axolotl": (
         3135,
@@ -49,11 +49,17 @@ ROOMS = {
     "course_tools/doctor": (711, 450),
     "course_tools": (151, 150),  # where to go on, and the notebook there
     "course_checks/harness": (1157, 700),  # clauses and hints; what labs share came from labs 3 to 6
-    "course_checks": (7898, 3850),  # lab 7's notebook prints what the check counts; labs 4 to 6 run on ranks; a norm before clipping; a default group in lab 8
-    "classroom": (1441, 1200),  # tracks, what is handed in by issue, learners' paths, and the page of what combines with what
+    "course_checks": (
+        7898,
+        3850,
+    ),  # lab 7's notebook prints what the check counts; labs 4 to 6 run on ranks; a norm before clipping; a default group in lab 8
+    "classroom": (
+        1438,
+        1200,
+    ),  # tracks, what is handed in by issue, learners' paths, and the page of what combines with what
     "tests/planted": (1501, 1300),
     "tests": (
-        14379,
+        14384,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces; a pace, unequal shares; lines from two files of a rank; a deadline; a command's processes, workers under SIGTERM; a saving plan's price beside a simulation; all that goes with each other trains on ranks; tracks and issues of a class
     "benchmarks": (

@@ -86,10 +86,12 @@ def page() -> str:
         parts.append(f"## {title}\n\n{_table(['choice', *columns], body)}")
     settings = {"8 micro-batches": (4, 8, 1), "2 stages a rank": (4, 8, 2), "2 stages, 6 micro-batches": (4, 6, 2)}
     body = {f"`{name}`": [_schedule(name, *numbers) for numbers in settings.values()] for name in SCHEDULES}
-    parts.append(f"## Schedules of four ranks\n\n{_table(['schedule', *settings], body)}")
+    own = "As this course simulates them: **yes** goes. PyTorch has interleaved variants of more of them."
+    parts.append(f"## Schedules of four ranks\n\n{own}\n\n{_table(['schedule', *settings], body)}")
     models = ("smollm2-135m", "qwen2.5-7b", "llama-3.1-8b", "llama-3.1-70b")
     body = {f"`{name}`": [(f"{tensor_parallel_degrees(PRESETS[name])}"[1:-1], "")] for name in models}
-    parts.append(f"## Tensor-parallel ranks of a model\n\n{_table(['model', 'ranks'], body)}")
+    heads = "Every rank has kv heads of its own; the planner also counts copies of kv heads, as Megatron-LM makes them."
+    parts.append(f"## Tensor-parallel ranks of a model\n\n{heads}\n\n{_table(['model', 'ranks'], body)}")
     return "\n\n".join(parts)
 
 

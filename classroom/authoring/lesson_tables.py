@@ -52,8 +52,8 @@ def paths_table(root: Path = ROOT) -> str:
     lessons, core = sum(row.minutes for row in rows), sum(plans.core_minutes(row, root) for row in rows)
     labs = sum(row.lab_minutes for row in rows)
     lines = [
-        f"The {len(rows)} lessons take about {hours(lessons)}, their labs {hours(labs)} ({hours(core)} for the exercises that "
-        f"matter most), and what goes deeper {hours(sum(deeper))}. Nobody needs all of it:",
+        f"The {len(rows)} lessons take about {hours(lessons)}, their labs {hours(labs)} (the core of each, two or three "
+        f"exercises, {hours(core)}), and what goes deeper {hours(sum(deeper))}. Nobody needs all of it:",
         "",
         "| you have | take | about |",
         "| --- | --- | --- |",
@@ -66,8 +66,9 @@ def paths_table(root: Path = ROOT) -> str:
 
 
 def hours(minutes: int) -> str:
-    """'55 minutes' or '7 hours'."""
-    return f"{minutes} minutes" if minutes < 90 else f"{minutes / 60:.0f} hours"
+    """'55 minutes' or '7½ hours'."""
+    whole, half = divmod(round(minutes / 30), 2)
+    return f"{minutes} minutes" if minutes < 90 else f"{whole}{'½' * half} hours"
 
 
 def track_table(track: plans.Track) -> str:

@@ -140,6 +140,11 @@ def core_minutes(row: MapRow, root: Path = ROOT) -> int:
     return sum(minutes[title] for title in core)
 
 
+def core_exercises(row: MapRow, root: Path = ROOT) -> str:
+    """'exercises 1, 2, 5': the lab's core by number."""
+    return f"exercises {', '.join(title.partition('.')[0] for title in note(row.number, root).lab_core)}"
+
+
 def tracks(root: Path = ROOT) -> dict[str, Track]:
     """All tracks by name. Raises ValueError where one names a lesson or an exercise that does not exist."""
     course = tomllib.loads((root / "lessons" / "course.toml").read_text(encoding="utf-8"))
@@ -162,7 +167,7 @@ def paths(root: Path = ROOT) -> list[tuple[str, str, str, int]]:
         for given in path["take"]:
             if "lab" in given:
                 row = rows[given["lab"]]
-                taken.append(f"[lab {row.number}](../labs/{row.name}.ipynb)")
+                taken.append(f"[lab {row.number}](../labs/{row.name}.ipynb), {core_exercises(row, root)}")
                 minutes += core_minutes(row, root)
                 continue
             row, sections = rows[given["lesson"]], given.get("sections", [])
@@ -199,7 +204,7 @@ def _part(given: Mapping[str, Any], rows: Mapping[int, MapRow], root: Path) -> P
         dropped = [step.section.title for step in steps if step.skipped]
         return Part("lesson", f"{row.number}. {row.title}", max(given.get("minutes", 0), taken(steps)), dropped)
     if "exercise" not in given:
-        return Part("lab", "the core", core_minutes(row, root))
+        return Part("lab", core_exercises(row, root), core_minutes(row, root))
     exercise = next((exercise for exercise in row.exercises if exercise.name == given["exercise"]), None)
     if exercise is None:
         raise ValueError(f"lessons/course.toml has a track with {given}, and the lab has no such exercise")

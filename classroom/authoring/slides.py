@@ -45,7 +45,7 @@ def slide_cells(notebook: Any, note: str) -> Iterator[Any]:
 
     # what stands below the note's own title is for the lesson's first slide
     note = heading(notebook.cells[0].source) + "\n" + note.partition("\n")[2]
-    spoken = {heading(part): part.partition("\n")[2] for part in headed_parts(note)}
+    spoken = {heading(part): part.partition("\n")[2] for part in contents.headed_parts(note)}
     for cell in notebook.cells:
         if "colab" in cell.metadata.get("tags", ()):
             continue
@@ -55,7 +55,7 @@ def slide_cells(notebook: Any, note: str) -> Iterator[Any]:
                 shown = {"slideshow": {"slide_type": "fragment"}, "transient": {"remove_source": True}}
                 yield new_code_cell(outputs=cell.outputs, metadata=shown)
             continue
-        for part in headed_parts(cell.source):
+        for part in contents.headed_parts(cell.source):
             begins = "slide" if re.match("##? ", part) else "subslide"
             asked = re.search(r"^[^|\n]*\*\*[^*|]+\?\*\*\.?", part, re.MULTILINE)  # in bold: say your answer first
             cut = asked.end() if asked else len(part)
@@ -63,17 +63,6 @@ def slide_cells(notebook: Any, note: str) -> Iterator[Any]:
             for slide_type, text in types.items():
                 if text.strip():
                     yield new_markdown_cell(for_slides(text), metadata={"slideshow": {"slide_type": slide_type}})
-
-
-def headed_parts(source: str) -> list[str]:
-    """A Markdown text cut before its headings of level 1 to 3; a # inside a fence is no heading."""
-    parts, fenced = [""], False
-    for line in source.splitlines(keepends=True):
-        fenced ^= line.lstrip().startswith("```")
-        if not fenced and re.match(r"#{1,3} ", line):
-            parts.append("")
-        parts[-1] += line
-    return [part for part in parts if part.strip()]
 
 
 def for_slides(source: str) -> str:

@@ -67,7 +67,7 @@ def of_track(track: plans.Track, start: datetime) -> int:
             kind = "" if part.kind == "pause" else f"{part.kind.capitalize()}: "
             print(f"{now:%H:%M}  {part.minutes:3} min  {kind}{part.title}")
             for title in part.dropped:
-                print(f"                 without {title}")
+                print(f"                 run, but skip: {title}")
             now += timedelta(minutes=part.minutes)
         print(f"{now:%H:%M}  the end, planned for {end:%H:%M}{'' if now <= end else ': TOO LONG'}")
         fits = fits and now <= end

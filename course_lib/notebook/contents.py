@@ -84,18 +84,28 @@ def sections(path: Path) -> list[Section]:
     found: list[Section] = []
     for cell in _cells(path):
         if cell["cell_type"] == "markdown":
-            fenced = False
-            for line in _source(cell).splitlines():
-                fenced ^= line.lstrip().startswith("```")
-                if not fenced and (heading := _HEADING.match(line)):
+            for part in headed_parts(_source(cell)):
+                first, _, below = part.partition("\n")
+                if heading := _HEADING.match(first):
                     found.append(Section(heading[2], len(heading[1])))
-                elif found:
-                    found[-1].words += len(line.split())
+                if found:
+                    found[-1].words += len((below if heading else part).split())
         elif found:
             found[-1].cells += 1
             found[-1].lines += sum(bool(line.strip()) for line in _source(cell).splitlines())
             found[-1].figures += sum(len(pictures(output)) for output in cell["outputs"])
     return found
+
+
+def headed_parts(source: str) -> list[str]:
+    """A Markdown text cut before its headings of level 1 to 3; a # inside a fence is no heading."""
+    parts, fenced = [""], False
+    for line in source.splitlines(keepends=True):
+        fenced ^= line.lstrip().startswith("```")
+        if not fenced and re.match(r"#{1,3} ", line):
+            parts.append("")
+        parts[-1] += line
+    return [part for part in parts if part.strip()]
 
 
 def exercises(path: Path) -> list[LabExercise]:
