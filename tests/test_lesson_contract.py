@@ -39,7 +39,7 @@ BUDGET = {  # what: at most (in a lesson, in a deeper notebook)
     "longest_wait": (15, 15),  # the seconds that one cell declares
 }
 ABOUT = {"words": 1.1, "lines": 1.1}  # these limits are meant as "about"
-EXTRA = {("07_axolotl", "seconds"): 90, ("deeper/claims", "lines"): 300}  # an answer to each of 31 statements
+EXTRA = {("07_axolotl", "seconds"): 90, ("deeper/claims", "lines"): 290}  # an answer to each of 31 statements
 
 # Notebook -> the rules that it does not keep yet. The list only gets shorter: a rule that is kept must leave it.
 EXCEPTIONS: dict[str, str] = {}

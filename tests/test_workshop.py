@@ -113,15 +113,21 @@ def test_a_note_or_a_track_that_cannot_be_understood_is_refused(tmp_path):
         return plans.tracks(tmp_path)
 
     assert read()["t"].sessions[0][0].minutes == ROWS[5].minutes
-    path = '[[paths]]\ntitle = ""\nwords = ""\ntake = [{ lesson = 5, sections = [99] }]\n'
-    course.write_text(lessons.split("[[paths]]")[0] + path)
-    assert_refused([(lambda: plans.paths(tmp_path), ValueError, "99")])
+
+    def take(part: str):
+        path = f'[[paths]]\ntitle = ""\nwords = ""\ntake = [{part}]\n'
+        course.write_text(lessons.split("[[paths]]")[0] + path)
+        return plans.paths(tmp_path)
+
+    assert take("{ lesson = 5 }")[0][3] == ROWS[5].minutes
     assert_refused(
         [
             (lambda: read("[a]"), ValueError, note.name),
             (lambda: read('[{section: "no such", because: "x"}]'), ValueError, "no such"),
             (lambda: read(core='["not there"]', step="{ lab = 5 }"), ValueError, "not there"),
             (lambda: read(step="{ lesson = 9 }"), ValueError, "9"),
+            (lambda: take("{ lesson = 9 }"), ValueError, "9"),
+            (lambda: take("{ lesson = 5, sections = [99] }"), ValueError, "99"),
             (lambda: read(step='{ lab = 5, exercise = "nobody" }'), ValueError, "nobody"),
             (lambda: plans.share(2, [1, 1, 1]), ValueError, "3"),
         ]

@@ -147,8 +147,7 @@ def core_exercises(row: MapRow, root: Path = ROOT) -> str:
 
 def tracks(root: Path = ROOT) -> dict[str, Track]:
     """All tracks by name. Raises ValueError where one names a lesson or an exercise that does not exist."""
-    course = tomllib.loads((root / "lessons" / "course.toml").read_text(encoding="utf-8"))
-    rows = {row.number: row for row in contents.map_rows(root)}
+    course, rows = _course(root)
     for track in course["tracks"]:
         track["sessions"] = [[_part(given, rows, root) for given in session] for session in track["sessions"]]
     return {track["name"]: Track(**track) for track in course["tracks"]}
@@ -157,27 +156,27 @@ def tracks(root: Path = ROOT) -> dict[str, Track]:
 def paths(root: Path = ROOT) -> list[tuple[str, str, str, int]]:
     """The learners' paths: title, what they take (links from lessons/), a word about it, minutes.
 
-    Raises ValueError where one names a section that does not exist.
+    Raises ValueError where one names a lesson or a section that does not exist.
     """
-    course = tomllib.loads((root / "lessons" / "course.toml").read_text(encoding="utf-8"))
-    rows = {row.number: row for row in contents.map_rows(root)}
+    course, rows = _course(root)
     found = []
     for path in course["paths"]:
-        taken, minutes = [], 0
+        links, minutes = [], 0
         for given in path["take"]:
+            row, sections = _row(given, rows), given.get("sections", [])
             if "lab" in given:
-                row = rows[given["lab"]]
-                taken.append(f"[lab {row.number}](../labs/{row.name}.ipynb), {core_exercises(row, root)}")
+                links.append(f"[lab {row.number}](../labs/{row.name}.ipynb), {core_exercises(row, root)}")
                 minutes += core_minutes(row, root)
                 continue
-            row, sections = rows[given["lesson"]], given.get("sections", [])
             parts = by_section(lesson(row, root=root))
             if unknown := set(sections) - set(parts):
-                raise ValueError(f"lessons/course.toml: a path takes section {min(unknown)} of lesson {row.number}")
+                raise ValueError(
+                    f"lessons/course.toml takes section {min(unknown)} of lesson {row.number}: there is none"
+                )
             only = f", section{'s' * (len(sections) > 1)} {', '.join(map(str, sections))}" if sections else ""
-            taken.append(f"[lesson {row.number}]({row.name}.ipynb){only}")
+            links.append(f"[lesson {row.number}]({row.name}.ipynb){only}")
             minutes += sum(parts[number] for number in sections) or row.minutes
-        found.append((path["title"], "; ".join(taken), path["words"], minutes))
+        found.append((path["title"], "; ".join(links), path["words"], minutes))
     return found
 
 
@@ -193,12 +192,24 @@ def by_section(steps: Sequence[Step]) -> dict[int, int]:
     return minutes
 
 
+def _course(root: Path) -> tuple[dict[str, Any], dict[int, MapRow]]:
+    """lessons/course.toml, and its lessons by number."""
+    course = tomllib.loads((root / "lessons" / "course.toml").read_text(encoding="utf-8"))
+    return course, {row.number: row for row in contents.map_rows(root)}
+
+
+def _row(given: Mapping[str, Any], rows: Mapping[int, MapRow]) -> MapRow:
+    """The lesson that a part of a track or a path is about."""
+    row = rows.get(given.get("lesson") or given["lab"])
+    if row is None:
+        raise ValueError(f"lessons/course.toml has a part {given}, and there is no such lesson")
+    return row
+
+
 def _part(given: Mapping[str, Any], rows: Mapping[int, MapRow], root: Path) -> Part:
     if "pause" in given:
         return Part("pause", given["pause"], given["minutes"])
-    row = rows.get(given.get("lesson") or given["lab"])
-    if row is None:
-        raise ValueError(f"lessons/course.toml has a track with {given}, and there is no such lesson")
+    row = _row(given, rows)
     if "lesson" in given:
         steps = lesson(row, given.get("minutes"), root)
         dropped = [step.section.title for step in steps if step.skipped]

@@ -109,7 +109,7 @@ def _gathered(contract: Contract, config: dict[str, Any], layers: int) -> None:
     gathers = [2 * call.bytes for call in calls if call.kind == "all_gather"]
     largest, times = max(gathers, default=0), sum(gathers) / whole
     contract.holds(
-        "reduce_scatter" in {call.kind for call in calls},
+        {"all_gather", "reduce_scatter"} <= {call.kind for call in calls},
         "no weights are gathered: they are not sharded, and each rank holds all of them",
     )
     told = f"the largest gather brings {in_bytes(largest)} of the weights' {in_bytes(whole)}"
