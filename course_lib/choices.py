@@ -6,6 +6,7 @@ checks and the command lines. `why_not` says in one sentence why a combination d
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -46,8 +47,9 @@ OPTIMIZERS = ("adamw", "adamw_bf16", "adamw8bit", "paged_adamw8bit", "muon", "sg
 OFFLOADS = ("none", "optimizer", "all")  # least first
 ACTIVATION_CHECKPOINTING = ("none", "selective", "full")  # least first
 ATTENTION = ("flash", "eager")
-LOSSES = ("eager", "fused")
+LOSSES = ("eager", "chunked", "fused")
 STEPS = ("fused", "foreach", "loop")  # implementations of the optimizer's step
+LOADING = ("sharded", "whole")  # who reads the checkpoint: one process of a machine, or each of them all of it
 DEVICES = ("cuda", "cpu")
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
 
@@ -61,6 +63,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "attention": ATTENTION,
     "loss": LOSSES,
     "offload": OFFLOADS,
+    "loading": LOADING,
     "step": STEPS,
     "device": DEVICES,
     "schedule": SCHEDULES,
@@ -153,43 +156,54 @@ class Widths(NamedTuple):
     vocab: int
 
 
-def why_not_tensor_parallel(widths: HasWidths, tp: int, *, repeat_kv_heads: bool = False) -> str:
+def why_not_tensor_parallel(widths: HasWidths, tp: int) -> str:
     """Why a model does not split over `tp` tensor-parallel ranks, in one sentence; "" where it does.
 
-    Args:
-        widths: of the model.
-        tp: ranks.
-        repeat_kv_heads: several ranks may hold a copy of one kv head, as in Megatron-LM; the memory model and the planner
-            count so. The training programs of this course do not.
+    Megatron-LM also gives several ranks a copy of one kv head; no program here does, nor does transformers' plan.
     """
     check_counts(tp=tp)
-    if wrong := _undivided(widths, tp, repeat_kv_heads):
-        number, what = wrong[0]
-        return (
-            f"{number:,} {what} do not divide over {tp} tensor-parallel ranks: take one of "
-            f"{', '.join(map(str, tensor_parallel_degrees(widths, repeat_kv_heads=repeat_kv_heads)))} ranks"
-            + (f", or pad the vocabulary to {-(-number // tp) * tp:,}." if what.endswith("vocabulary") else ".")
-        )
+    for number, what in (
+        (widths.heads, "attention heads"),
+        (widths.kv_heads, "kv heads"),
+        (widths.intermediate, "columns of the MLP"),
+        (widths.vocab, "tokens of the vocabulary"),
+    ):
+        if number % tp:
+            padded = f", or pad the vocabulary to {-(-number // tp) * tp:,}" if what.endswith("vocabulary") else ""
+            able = ", ".join(map(str, tensor_parallel_degrees(widths)))
+            return f"{number:,} {what} do not divide over {tp} tensor-parallel ranks: take one of {able} ranks{padded}."
     return ""
 
 
-def tensor_parallel_degrees(widths: HasWidths, *, repeat_kv_heads: bool = False) -> list[int]:
+def check_tensor_parallel(widths: HasWidths, tp: int) -> None:
+    """Raises ValueError with the sentence of `why_not_tensor_parallel`."""
+    if reason := why_not_tensor_parallel(widths, tp):
+        raise ValueError(reason)
+
+
+def tensor_parallel_degrees(widths: HasWidths) -> list[int]:
     """All numbers of tensor-parallel ranks over which a model splits."""
-    return [tp for tp in range(1, widths.heads + 1) if not _undivided(widths, tp, repeat_kv_heads)]
+    common = math.gcd(widths.heads, widths.kv_heads, widths.intermediate, widths.vocab)
+    return [tp for tp in range(1, common + 1) if common % tp == 0]
 
 
-def _undivided(widths: HasWidths, tp: int, repeat_kv_heads: bool) -> list[tuple[int, str]]:
-    copies = repeat_kv_heads and tp % widths.kv_heads == 0
-    return [
-        (number, what)
-        for number, what in (
-            (widths.heads, "attention heads"),
-            (tp if copies else widths.kv_heads, "kv heads"),
-            (widths.intermediate, "columns of the MLP"),
-            (widths.vocab, "tokens of the vocabulary"),
-        )
-        if number % tp
-    ]
+def why_not_expert_parallel(experts: int, ep: int, strategy: str, ranks: int) -> str:
+    """Why a mixture's experts do not go to `ep` ranks, in one sentence; "" where they do.
+
+    Args:
+        experts: of a block; 0 where the model is no mixture.
+        ep: expert-parallel ranks. strategy, ranks: of the data-parallel ranks, which these are among.
+    """
+    if ep == 1:
+        return ""
+    if not experts:
+        return f"it is no mixture of experts, so expert_parallel={ep} has nothing to share out: take 1."
+    if experts % ep or ranks % ep:
+        number, what = (experts, "experts") if experts % ep else (ranks, "data-parallel ranks")
+        return f"{number} {what} do not divide by expert_parallel={ep}."
+    if STRATEGIES[strategy].zero_stage:
+        return f"DeepSpeed shares out experts in its own way, not counted here: with expert_parallel={ep} take ddp or fsdp."
+    return ""
 
 
 def check_schedule(schedule: str, stages: int, num_microbatches: int, virtual_stages: int = 1) -> None:

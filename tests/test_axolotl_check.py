@@ -73,17 +73,20 @@ def test_who_holds_what() -> None:
     rows = [
         ({}, "4x24GiB", (1, 1, 1), 4),
         (FSDP, "4x24GiB", (4, 4, 4), 4),
-        (FSDP | {"dp_replicate_size": 2}, "4x24GiB", (2, 2, 2), 4),
+        (FSDP | {"dp_shard_size": 2, "dp_replicate_size": 2}, "4x24GiB", (2, 2, 2), 4),
         (zero2, "4x24GiB", (1, 4, 4), 4),
         ({"deepspeed": "zero3.json"}, "4x24GiB", (4, 4, 4), 4),
         ({"tensor_parallel_size": 2}, "4x24GiB", (4, 4, 4), 2),
-        (FSDP | {"context_parallel_size": 2}, "4x24GiB", (4, 4, 4), 2),
+        (FSDP | {"context_parallel_size": 2, "dp_shard_size": 2}, "4x24GiB", (4, 4, 4), 2),
     ]
     for changes, gpus, parts, ranks in rows:
         report = check(changed(**changes), gpus=gpus)
         assert not report.errors, (changes, report.errors)
         assert tuple(holder.parts for holder in report.holders) == parts, changes
         assert report.batch.data_ranks == ranks and report.batch.global_batch == 6 * ranks, changes
+    for impossible in ({"tensor_parallel_size": 4}, FSDP | {"dp_shard_size": 3}):
+        report = check(changed(**impossible), gpus="4x24GiB")
+        assert not report.holders and report.memory is None and "1/" not in str(report), impossible
 
 
 def test_memory_is_the_courses_estimate_of_that_run() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from axolotl_yaml import AUTO, FSDP, GOOD, LORA, NO_KERNELS, QLORA, ZERO3, changed, make_folder
+from axolotl_yaml import AUTO, FSDP, GOOD, LORA, NO_KERNELS, QLORA, WIDTHS, ZERO3, changed, make_folder
 
 from course_tools.axolotl.check import check
+from course_tools.axolotl.check.rules_sharding import BITSANDBYTES
 
 LESSONS = Path(__file__).parents[1] / "lessons" / "07_axolotl"
 
@@ -45,11 +47,13 @@ class Row(NamedTuple):
 
 CPU = {"device": "cpu"}
 RESUME = {"auto_resume_from_checkpoints": True}
+TENSOR, CONTEXT = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}
 USED = {"output_dir": "./used"}
 MODEL_ONLY = {"save_only_model": True}
 ONE_BATCH = {"gradient_accumulation_steps": 1}
 PADDED = {"pad_to_sequence_len": True}
 PACKED = {"sample_packing": True}
+SIX = zero() | PADDED | {"base_model": "./six"}  # of six heads
 FUSED = PADDED | {"cut_cross_entropy": True}
 SHARED = "./sharegpt.jsonl"
 MAPPED = {"message_property_mappings": {"role": "from", "content": "value"}}
@@ -88,8 +92,23 @@ ADAPTERS = [
 ]
 SHARDING = [
     Row("warning", "fsdp_version", {"fsdp_version": 2}, FSDP),
-    Row("error", "tensor_parallel_size", {"tensor_parallel_size": 4}, {"tensor_parallel_size": 2}, "6x24GiB"),
-    Row("error", "tensor_parallel_size", {"tensor_parallel_size": 8}, {"tensor_parallel_size": 4}, "8x24GiB"),
+    Row("error", "tensor_parallel_size", TENSOR, {}, "3x24GiB"),
+    Row("error", "tensor_parallel_size", {"tensor_parallel_size": 4}, {"tensor_parallel_size": 2}, "8x24GiB"),
+    Row("error", "dp_shard_size", FSDP | {"dp_shard_size": 3}, FSDP | {"dp_shard_size": 8}, "8x24GiB"),
+    Row("error", "dp_shard_size", FSDP | {"dp_shard_size": 16}, FSDP | {"dp_shard_size": 1}, "8x24GiB"),
+    Row("error", "dp_shard_size", FSDP | {"dp_shard_size": 2}, FSDP | {"dp_shard_size": 2, "dp_replicate_size": 2}),
+    Row("error", "dp_replicate_size", FSDP | {"dp_replicate_size": 4}, {"dp_replicate_size": 4}),
+    Row("error", "dp_replicate_size", {"dp_replicate_size": 2}, {"dp_replicate_size": 1}),
+    Row("error", "dp_replicate_size", TENSOR | {"dp_replicate_size": 2}, TENSOR | {"dp_replicate_size": 1}),
+    Row("error", "context_parallel_size", FSDP | CONTEXT, FSDP | CONTEXT | {"dp_shard_size": 2}),
+    Row("error", "context_parallel_size", TENSOR | CONTEXT, TENSOR),
+    Row("error", "sequence_parallel_degree", FSDP | {"sequence_parallel_degree": 3}, FSDP),
+    Row("error", "context_parallel_size", zero() | PADDED | {"context_parallel_size": 3}, zero(), "6x24GiB"),
+    Row("warning", "context_parallel_size", zero() | CONTEXT, zero() | CONTEXT | PADDED),
+    Row("error", "sequence_len", SIX | {"context_parallel_size": 3}, SIX | {"context_parallel_size": 2}, "6x24GiB"),
+    Row("warning", "fsdp_config", FSDP | TENSOR, TENSOR),
+    Row("error", "optimizer", FSDP | {"optimizer": "paged_adamw_8bit"}, FSDP | {"optimizer": "adamw_torch_8bit"}),
+    Row("error", "optimizer", TENSOR | {"optimizer": "lion_32bit"}, {"optimizer": "lion_32bit"}, "2x24GiB"),
     Row("warning", "tensor_parallel_size", LORA | {"tensor_parallel_size": 2}, LORA),
     Row("error", "deepspeed", {"deepspeed": "zero4.json"}, {"deepspeed": "./zero3.json"}),
     Row("error", "deepspeed", {"deepspeed": "bad.json"}, {"deepspeed": "zero3.json"}),
@@ -132,6 +151,9 @@ GROUPS = {"batch": BATCH, "data": DATA, "adapters": ADAPTERS, "sharding": SHARDI
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = make_folder(tmp_path_factory.mktemp("rules") / "run")
     (made / "used" / "checkpoint-4").mkdir(parents=True)
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96}
+    (made / "six").mkdir()
+    (made / "six" / "config.json").write_text(json.dumps(WIDTHS | heads), encoding="utf-8")
     return made
 
 
@@ -144,6 +166,12 @@ def test_a_mistake_is_found_and_its_near_miss_is_not(group: str, folder: Path) -
         assert hits[0].fix and "\n" not in str(hits[0]), (row, hits)
         missed = check(changed(**row.near_miss), gpus=row.gpus, folder=folder, validate=False).findings
         assert not [finding for finding in missed if finding.key == row.key or finding.level == "error"], (row, missed)
+
+
+def test_the_optimizers_that_cannot_step_shards_are_those_that_transformers_takes_from_bitsandbytes() -> None:
+    from transformers import trainer_optimizer
+
+    assert set(BITSANDBYTES) == {name.value for name in trainer_optimizer._BITSANDBYTES_OPTIMIZERS}
 
 
 def test_good_files_of_every_method_have_nothing_to_find(folder: Path) -> None:

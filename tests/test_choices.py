@@ -63,10 +63,9 @@ def test_every_choice_is_checked_and_the_nearest_is_offered() -> None:
 
 
 def test_tensor_parallelism_needs_equal_parts() -> None:
-    assert tensor_parallel_degrees(TINY) == [1, 2] and tensor_parallel_degrees(TINY, repeat_kv_heads=True) == [1, 2, 4]
-    assert not why_not_tensor_parallel(TINY, 2) and not why_not_tensor_parallel(TINY, 4, repeat_kv_heads=True)
-    assert "2 kv heads" in why_not_tensor_parallel(TINY, 4)
-    assert "4 kv heads" in why_not_tensor_parallel(Widths(28, 4, 18944, 152064), 7, repeat_kv_heads=True)
+    assert tensor_parallel_degrees(TINY) == [1, 2]
+    assert not why_not_tensor_parallel(TINY, 2) and "2 kv heads" in why_not_tensor_parallel(TINY, 4)
+    assert "4 kv heads" in why_not_tensor_parallel(Widths(28, 4, 18944, 152064), 7)
     assert "32,001" in why_not_tensor_parallel(Widths(12, 12, 48, 32_000), 3)  # the vocabulary, padded
     assert_refused([(partial(why_not_tensor_parallel, TINY, 0), ValueError, "tp=0")])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from functools import partial
+from statistics import mean
 
 import cloudpickle
 import pytest
@@ -203,8 +204,9 @@ def test_the_papers_figure_1():
         formula = state_bytes(parameters, ranks=64, stage=stage)
         assert formula / 1e9 == pytest.approx(printed, rel=0.02), stage
         if stage > 1:  # DeepSpeed's stage 1 has dropped gradients that the paper's keeps
-            held = resident_bytes(SEVEN, strategy=f"zero{stage}", ranks=64, rank=9, precision="bf16", bucket_elements=1)
-            assert held["total"] == pytest.approx(formula, rel=0.01), stage
+            how = {"strategy": f"zero{stage}", "ranks": 64, "precision": "bf16", "bucket_elements": 1}
+            held = mean(resident_bytes(SEVEN, rank=rank, **how)["total"] for rank in range(64))
+            assert held == pytest.approx(formula, rel=0.01), stage  # a rank's gradients end where a tensor ends
 
 
 def test_a_hybrid_shares_among_the_ranks_of_one_copy():

@@ -61,8 +61,7 @@ def test_every_plan_uses_all_cards_fits_and_adds_up(home) -> None:
             names = ("method", "strategy", "sequence_parallel", "micro_batch_size", "num_microbatches", "offload")
             settings = {name: getattr(each, name) for name in (*names, "activation_checkpointing")}
             split = {"tensor_parallel": each.tp, "pipeline_parallel": each.pp, "context_parallel": each.cp}
-            ranks = each.dp * each.cp
-            assert each.memory == estimate("llama-3.1-8b", ranks=ranks, seq_len=2048, **settings, **split)
+            assert each.memory == estimate("llama-3.1-8b", ranks=each.dp, seq_len=2048, **settings, **split)
     asked = question(HOME["model"], HOME["cluster"], global_batch=16, seq_len=2048, tokens=1e9)
     again, need = measured(asked, home.best)
     assert need.fits(asked) and again.memory == home.best.memory
@@ -135,7 +134,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
 
 
 def test_offload_has_to_fit_into_the_host() -> None:
-    small = machines("2x24GiB", host_memory=8 * GIB)
+    small = machines("2x24GiB", host_memory=int(15.3 * GIB))  # 16 billion bytes of the model are 15.0 GiB
     lora = {**HOME, "methods": "lora", "keep": 40, "strategies": ("zero3", "fsdp"), "offload": ("optimizer", "all")}
     assert {each.offload for each in plan(**lora).plans} == {"optimizer", "all"}
     assert {each.offload for each in plan(**lora | {"cluster": small}).plans} == {"optimizer"}  # the adapters' alone

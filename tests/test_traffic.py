@@ -38,8 +38,6 @@ def test_tensor_and_sequence_parallelism_send_megatrons_formula():
     assert of_kind(sent, "all_reduce") == [(4 * 32 + 2, STATES, "micro_batch"), (3, 4 * 8192, "micro_batch")]
     assert {m.axis for m in sent} == {"tp"} and len(sent) == 2
     assert traffic.tensor_parallel(LLAMA, tp=1, **SIZES) == []
-    (copies,) = [m for m in traffic.tensor_parallel(LLAMA, tp=16, **SIZES) if m.every == "step"]
-    assert copies[:3] == ("all_reduce", 2 * 32, 128 * 4096 * 4), "16 ranks copy 8 kv heads"
     cut = traffic.tensor_parallel(LLAMA, tp=8, **SIZES, sequence_parallel=True)  # the same bytes on a ring
     assert of_kind(cut, "all_gather") == of_kind(cut, "reduce_scatter") == [(130, STATES, "micro_batch")]
     assert (1, 65 * 4096 * 4, "step") in of_kind(cut, "all_reduce")  # 65 norms
@@ -83,8 +81,7 @@ def test_context_parallelism_sends_keys_and_values_around():
     assert traffic.context_parallel(LLAMA, cp=1, **SIZES) == []
     (ring,) = traffic.context_parallel(LLAMA, cp=4, **SIZES)
     assert ring == ("send", 10 * 32, 2 * 2048 * 8 * 128 * 2, "cp", "micro_batch")  # of 2,048 tokens, 8 of 32 heads
-    for tp in (8, 16):  # one head at least
-        assert traffic.context_parallel(LLAMA, cp=4, tp=tp, **SIZES)[0].num_bytes == ring.num_bytes / 8
+    assert traffic.context_parallel(LLAMA, cp=4, tp=8, **SIZES)[0].num_bytes == ring.num_bytes / 8
 
 
 # --------------------------------------------------------------------------------------- bytes of real ranks
@@ -165,6 +162,8 @@ def test_misfits_are_refused():
         [
             (lambda: Grid(tp=0), ValueError, "tp=0"),
             (lambda: traffic.tensor_parallel(LLAMA, tp=3, **SIZES), ValueError, "32 attention heads"),
+            (lambda: traffic.tensor_parallel(LLAMA, tp=16, **SIZES), ValueError, "8 kv heads"),
+            (lambda: traffic.context_parallel(LLAMA, cp=4, tp=16, **SIZES), ValueError, "8 kv heads"),
             (lambda: traffic.tensor_parallel(LLAMA, tp=8, **nine), ValueError, "seq_len=9"),
             (lambda: traffic.pipeline(LLAMA, pp=16, virtual_stages=4, **SIZES), ValueError, "32 layers"),
             (lambda: traffic.pipeline(LLAMA, pp=2, cp=3, **SIZES), ValueError, "3 parts"),

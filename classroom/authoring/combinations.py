@@ -90,7 +90,7 @@ def page() -> str:
     parts.append(f"## Schedules of four ranks\n\n{own}\n\n{_table(['schedule', *settings], body)}")
     models = ("smollm2-135m", "qwen2.5-7b", "llama-3.1-8b", "llama-3.1-70b")
     body = {f"`{name}`": [(f"{tensor_parallel_degrees(PRESETS[name])}"[1:-1], "")] for name in models}
-    heads = "Every rank has kv heads of its own; the planner also counts copies of kv heads, as Megatron-LM makes them."
+    heads = "They divide the heads, the kv heads, the columns of the MLP and the vocabulary: for the planner as for the programs."
     parts.append(f"## Tensor-parallel ranks of a model\n\n{heads}\n\n{_table(['model', 'ranks'], body)}")
     return "\n\n".join(parts)
 

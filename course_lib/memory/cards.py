@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from course_lib.units import GIB
+from course_lib.units import MIB
 from course_lib.validation import did_you_mean
 
 MOST_CARDS = 1_000_000
@@ -17,7 +17,8 @@ class Card:
     """A GPU.
 
     Attributes:
-        memory: bytes on the card (the driver keeps a few hundred MiB of it).
+        memory: bytes that programs can have, CUDA's context included: what nvidia-smi shows as the total, which is less than
+            the name says where ECC or the driver take their share.
         bf16: computes in bf16 (compute capability 8.0 and later).
         peak_flops: dense FLOP a second of bf16 (fp16 on cards without bf16) with fp32 accumulation, without sparsity.
         bandwidth: bytes a second of its memory.
@@ -32,29 +33,37 @@ class Card:
     capability: tuple[int, int] | None = None
 
 
-# NVIDIA's data sheets. The tensor-core figures of the GeForce cards are those with fp32 accumulation (Ada and Ampere
+# NVIDIA's data sheets; the memory is nvidia-smi's total, with ECC where the card has it. The tensor-core figures of the GeForce cards are those with fp32 accumulation (Ada and Ampere
 # architecture papers, appendices), half of the fp16-accumulation figure that advertisements print.
 CARDS: dict[str, Card] = {
     each.name: each
     for each in (
-        # sold as 16 GB; ECC takes its share, nvidia-smi shows 15,360 MiB
-        Card("t4", 15 * GIB, False, 65e12, 320e9, (7, 5)),
-        Card("v100-16gb", 16 * GIB, False, 125e12, 900e9, (7, 0)),
-        Card("v100-32gb", 32 * GIB, False, 125e12, 900e9, (7, 0)),
-        Card("rtx3090", 24 * GIB, True, 71e12, 936e9, (8, 6)),
-        Card("rtx4090", 24 * GIB, True, 165.2e12, 1008e9, (8, 9)),
-        Card("rtx5090", 32 * GIB, True, 209.5e12, 1792e9, (12, 0)),
-        Card("l4", 24 * GIB, True, 121e12, 300e9, (8, 9)),
-        Card("a10g", 24 * GIB, True, 70e12, 600e9, (8, 6)),
-        Card("l40s", 48 * GIB, True, 362e12, 864e9, (8, 9)),
-        Card("a6000", 48 * GIB, True, 154.8e12, 768e9, (8, 6)),
-        Card("a100-40gb", 40 * GIB, True, 312e12, 1555e9, (8, 0)),
-        Card("a100-80gb", 80 * GIB, True, 312e12, 2039e9, (8, 0)),
-        Card("h100-80gb", 80 * GIB, True, 989e12, 3350e9, (9, 0)),
-        Card("h200", 141 * 10**9, True, 989e12, 4800e9, (9, 0)),
-        Card("b200", 180 * 10**9, True, 2250e12, 8000e9, (10, 0)),
+        Card("t4", 15_360 * MIB, False, 65e12, 320e9, (7, 5)),
+        Card("v100-16gb", 16_384 * MIB, False, 125e12, 900e9, (7, 0)),
+        Card("v100-32gb", 32_768 * MIB, False, 125e12, 900e9, (7, 0)),
+        Card("rtx3090", 24_576 * MIB, True, 71e12, 936e9, (8, 6)),
+        Card("rtx4090", 24_564 * MIB, True, 165.2e12, 1008e9, (8, 9)),
+        Card("rtx5090", 32_607 * MIB, True, 209.5e12, 1792e9, (12, 0)),
+        Card("l4", 23_034 * MIB, True, 121e12, 300e9, (8, 9)),
+        Card("a10g", 23_028 * MIB, True, 70e12, 600e9, (8, 6)),
+        Card("l40s", 46_068 * MIB, True, 362e12, 864e9, (8, 9)),
+        Card("a6000", 49_140 * MIB, True, 154.8e12, 768e9, (8, 6)),
+        Card("a100-40gb", 40_960 * MIB, True, 312e12, 1555e9, (8, 0)),
+        Card("a100-80gb", 81_920 * MIB, True, 312e12, 2039e9, (8, 0)),
+        Card("h100-80gb", 81_559 * MIB, True, 989e12, 3350e9, (9, 0)),
+        Card("h200", 143_771 * MIB, True, 989e12, 4800e9, (9, 0)),
+        Card("b200", 183_359 * MIB, True, 2250e12, 8000e9, (10, 0)),
     )
 }
+
+
+def amount(text: str) -> int:
+    """Bytes behind 24GiB, 24GB or 1.5TiB; 0 where the text is none of these."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([gt])(i?)b", text.strip().lower().replace(" ", ""))
+    if not found:
+        return 0
+    base = 1024 if found[3] else 1000
+    return int(float(found[1]) * base ** {"g": 3, "t": 4}[found[2]])
 
 
 def card(name: str | Card) -> Card:
@@ -66,9 +75,8 @@ def card(name: str | Card) -> Card:
     key = name.strip().lower().replace(" ", "")
     if key in CARDS:
         return CARDS[key]
-    amount = re.fullmatch(r"(\d+(?:\.\d+)?)(gib|gb)", key)
-    if amount and float(amount[1]) > 0:
-        return Card(name.strip(), int(float(amount[1]) * (GIB if amount[2] == "gib" else 10**9)), True, 0.0, 0.0)
+    if memory := amount(key):
+        return Card(name.strip(), memory, True, 0.0, 0.0)
     near = did_you_mean(key, CARDS, most=3, cutoff=0.3) or ["t4", "a100-80gb", "h100-80gb"]
     raise ValueError(
         f"No card is called {name!r}: the nearest are {', '.join(near)}; an amount such as 24GiB will do too."

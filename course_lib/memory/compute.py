@@ -14,10 +14,17 @@ RECOMPUTE = ("none", "full")
 def multiplied_weights(shape: Shape) -> tuple[int, int]:
     """(weights of the blocks, weights of the output layer) that each token is multiplied with.
 
-    The output layer counts whether tied or not; tables (a lookup costs no FLOP), norms and biases do not.
+    The output layer counts whether tied or not, of a mixture the active experts; tables (a lookup costs no FLOP), norms and
+    biases do not.
     """
-    matrices = sum(rows * columns for rows, columns in shape.block_matrices.values())
-    return shape.layers * matrices, shape.vocab * shape.hidden
+    active = {} if shape.experts is None else {"router": 1.0}
+    share = shape.experts.active / shape.experts.number if shape.experts else 1.0
+    weights = 0.0
+    for block, number in shape.kinds:
+        weights += number * sum(rows * columns for rows, columns in block.matrices.values())
+        for name, (experts, rows, columns) in block.experts.items():
+            weights += number * experts * rows * columns * active.get(name, share)
+    return round(weights), shape.vocab * shape.hidden
 
 
 def flops_per_token(
@@ -47,7 +54,8 @@ def flops_per_token(
     positive(seq_len=seq_len)
     shape = shape_of(model)
     blocks, output = multiplied_weights(shape)
-    attention = 4 * shape.layers * ((seq_len + 1) / 2 if causal else seq_len) * shape.attention_width
+    keys = (seq_len + 1) / 2 if causal else seq_len
+    attention = 2 * shape.layers * keys * (shape.attention_width + shape.value_width)
     total = (4 if frozen else 6) * (blocks + output) + 3 * attention
     if recompute == "full":
         total += 2 * blocks + attention

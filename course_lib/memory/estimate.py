@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 from course_lib.memory.breakdown import Breakdown
@@ -34,7 +35,10 @@ def estimate(
             weights' dtype, for the blocks' matrices or LoRA's factors, and adamw for the rest); "sgd" (no momentum).
         strategy: how data-parallel ranks share the states; `ranks` is the number of data-parallel ranks.
         tensor_parallel, pipeline_parallel, context_parallel: ranks along these axes; the GPUs in all are their product
-            with `ranks`. The fullest pipeline stage is reported, under the 1F1B schedule.
+            with `ranks`. States are shared by data- and context-parallel ranks together. The fullest pipeline stage is
+            reported, under the 1F1B schedule.
+        expert_parallel: of a mixture of experts, data-parallel ranks that hold one copy of the experts together, as in
+            torchtitan; the router is taken to be fair.
         sequence_parallel: norms and residuals are split along the sequence, too (arXiv:2205.05198).
         micro_batch_size: sequences in one forward pass. seq_len: tokens per sequence.
         num_microbatches: forward passes in one optimizer step (gradient accumulation, or a pipeline's micro-batches).
@@ -42,8 +46,18 @@ def estimate(
         activation_checkpointing: "full" keeps each block's input; "selective" also the outputs of matrix products and
             attention.
         attention: "flash" never writes the scores out; "eager" does.
-        loss: "eager" writes all logits out; "fused" computes output layer and loss together, a chunk of the tokens at a
-            time, as Liger, CCE and torch's linear_cross_entropy do.
+        loss: "eager" writes all logits out; "chunked" computes the cross-entropy of an eighth of the tokens at a time;
+            "fused" output layer and loss together, as Liger, CCE and torch's linear_cross_entropy do.
+        compile: blocks and loss are compiled, as torchtitan and torchtune do it.
+        optimizer_in_backward: each tensor is stepped as its gradient comes, and the gradient goes (one GPU).
+        use_cache: the model keeps keys and values of all layers until the loss is there, as transformers do by default.
+            Seen where checkpointing is torch's or FSDP's; transformers' own turns it off.
+        train_embeddings: embedding and output layer are trained beside LoRA's factors (PEFT's modules_to_save).
+        transformers: major version; 4 copies the logits once more, without their last row.
+        eval_micro_batch_size: sequences in a batch of evaluation between two steps, where the logits are written out; 0:
+            there is none.
+        loading: "sharded"; "whole": each process reads the whole checkpoint. It matters to the host, see `host_memory`, and
+            to the card under QLoRA, which quantizes there.
         offload: "optimizer" (zero1, zero2, zero3): states and gradients on the host; "all" (zero3, fsdp): parameters as
             well. FSDP2 has nothing between "none" and "all".
         lora_rank: of each of the seven matrices of a block.
@@ -91,20 +105,40 @@ def breakdown_of(shape: Shape, settings: RunSettings) -> Breakdown:
     """What `estimate` answers. Raises ValueError as it does, but for the card."""
     run = settings.run
     check_sizes(shape, settings)
+    if run.optimizer_in_backward and settings.num_microbatches > 1:
+        raise ValueError("optimizer_in_backward gives each gradient up at once: with it take num_microbatches=1.")
+    # those that work on one sequence together hold the same weights, and shard them among them, too
+    shards = settings.ranks * (1 if settings.strategy == "single" else settings.context_parallel)
     t, p, m = settings.tensor_parallel, settings.pipeline_parallel, settings.num_microbatches
-    size = sizes(shape, settings, run.rank)
+    size, evaluated = sizes(shape, settings, run.rank), None
+    if settings.eval_micro_batch_size:
+        evaluated = sizes(shape, settings._replace(micro_batch_size=settings.eval_micro_batch_size), run.rank)
     if p == 1:
-        return step_breakdown(stage(run, shape, settings.ranks, t, shape.layers, True, True, m > 1), size, 1)
+        whole = stage(run, shape, shards, t, shape.layers, True, True, m > 1, settings.expert_parallel)
+        return _with_loading(step_breakdown(whole, size, 1, evaluated), shape, settings)
     layers = -(-shape.layers // p)
     ends = (
         step_breakdown(
-            stage(run, shape, settings.ranks, t, layers, first, not first, m > 1),
+            stage(run, shape, shards, t, layers, first, not first, m > 1, settings.expert_parallel),
             size,
             in_flight(p, m, settings.virtual_stages, first),
+            evaluated,
         )
         for first in (True, False)
     )
     return max(ends, key=lambda end: end.peak)
+
+
+def _with_loading(step: Breakdown, shape: Shape, settings: RunSettings) -> Breakdown:
+    """bitsandbytes quantizes on the card, so that without sharded loading every card holds the whole model for a while."""
+    if settings.loading == "sharded" or settings.method != "qlora" or "weights" not in settings.run.shards:
+        return step
+    whole = estimate(shape, method="qlora", precision=settings.precision, lora_rank=settings.lora_rank).weights
+    phases = step.phases | {"loading": whole}
+    if whole <= step.peak:
+        return replace(step, phases=phases)
+    parts = {name: whole if name == "weights" else 0 for name in step.at_peak}
+    return replace(step, phases=phases, peak=whole, peak_phase="loading", at_peak=parts)
 
 
 def in_flight(stages: int, num_microbatches: int, virtual_stages: int, first: bool) -> float:

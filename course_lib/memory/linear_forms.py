@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -29,6 +29,7 @@ class Forms:
     backward: slice
     head_forward: slice
     head_backward: slice
+    evaluation: slice
     logits: float
 
 
@@ -41,6 +42,8 @@ def forms(numerics: Numerics, grad_in: bool, accumulate: bool) -> Forms:
     body, x = block(numerics)
     first, _ = block(numerics, grad_in=grad_in)
     top, y = head(numerics)
+    # fused losses are for training: without gradients Liger's writes the logits out
+    evaluated, z = head(replace(numerics, loss="eager") if numerics.loss == "fused" else numerics)
     saved_by_head = top.saved()
     rows: list[Size] = [
         body.saved(),
@@ -60,6 +63,7 @@ def forms(numerics: Numerics, grad_in: bool, accumulate: bool) -> Forms:
         body.backward_moments(accumulate=accumulate),
         top.forward_moments(y),
         top.backward_moments(accumulate=accumulate),
+        evaluated.forward_moments(z, keep=False),
     ):
         candidates = highest(moments)
         slices.append(slice(len(rows), len(rows) + len(candidates)))

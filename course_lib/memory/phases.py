@@ -13,7 +13,15 @@ from course_lib.memory.blocks import SYMBOLS, Numerics
 from course_lib.memory.breakdown import CATEGORIES, Breakdown
 from course_lib.memory.communication import Communication, communication
 from course_lib.memory.linear_forms import Forms, forms
-from course_lib.memory.parameters import count, held, local_factors, local_matrices
+from course_lib.memory.parameters import (
+    count,
+    held,
+    kinds_of,
+    local_experts,
+    local_factors,
+    local_matrices,
+    up_to_first_mixture,
+)
 from course_lib.memory.resident import Resident, resident
 from course_lib.memory.settings import Run, RunSettings
 from course_lib.memory.shapes import Shape
@@ -30,7 +38,11 @@ class Sizes(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """One pipeline stage of one model under one run: what does not change with batch and length."""
+    """One pipeline stage of one model under one run: what does not change with batch and length.
+
+    `forms` are those of its blocks, of a mixture where there are two kinds; `plain` those of the plain blocks of a mixture and how many there are;
+    `up_to_mixture` as of `up_to_first_mixture`.
+    """
 
     run: Run
     shape: Shape
@@ -41,6 +53,8 @@ class Stage(NamedTuple):
     accumulate: bool
     resident: Resident
     forms: Forms
+    plain: tuple[Forms, int] | None
+    up_to_mixture: float
     num_parameters: int
     during: Communication
 
@@ -65,13 +79,32 @@ class PhaseEnd(NamedTuple):
 
 
 @lru_cache(maxsize=8192)
-def stage(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: bool, last: bool, accumulate: bool) -> Stage:
-    """`accumulate`: gradients of earlier micro-batches are there already."""
-    numerics = numerics_of(run, shape)
+def stage(
+    run: Run,
+    shape: Shape,
+    ranks: int,
+    t: int,
+    layers: int,
+    first: bool,
+    last: bool,
+    accumulate: bool,
+    experts: int = 1,
+) -> Stage:
+    """`accumulate`: gradients of earlier micro-batches are there already; `experts`: expert-parallel ranks."""
+    numerics = numerics_of(run, shape, experts)
+    grad_in = run.full or run.train_embeddings or not first
+    accumulate = (
+        accumulate or run.optimizer_in_backward
+    )  # either way a new gradient is added to what is there, and gone
     # zero2 and zero3 move each gradient into a bucket, or to the host, as soon as it is there
     at_once = run.zero_stage > 1
     adapters = count(held(shape, 1, shape.layers, True, True, run.rank).factors)
-    r = resident(run, shape, ranks, t, layers, first, last)
+    r = resident(run, shape, ranks, t, layers, first, last, experts)
+    plain = None
+    if shape.experts:
+        numbers = [number for block, number in kinds_of(shape, layers, first) if not block.experts]
+        if numbers:
+            plain = forms(replace(numerics, mlp="gated", shared=False), grad_in, accumulate or at_once), numbers[0]
     return Stage(
         run=run,
         shape=shape,
@@ -81,22 +114,46 @@ def stage(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: bool, 
         tensor_parallel=t,
         accumulate=accumulate,
         resident=r,
-        forms=forms(numerics, run.full or not first, accumulate or at_once),
+        forms=forms(numerics, grad_in, accumulate or at_once),
+        plain=plain,
+        up_to_mixture=up_to_first_mixture(shape, layers, first),
         num_parameters=shape.parameters + adapters,
         during=communication(run, r, layers, accumulate, shape.tied and first and last),
     )
 
 
-def numerics_of(run: Run, shape: Shape) -> Numerics:
+def numerics_of(run: Run, shape: Shape, experts: int = 1) -> Numerics:
     """What decides the tapes: the run's dtypes and the kind of the model's blocks."""
-    return replace(run.numerics, qk_norm=shape.qk_norm, gated=shape.gated, layer_norm=shape.norm_bias)
+    e, latent = shape.experts, shape.latent
+    mlp = "gated" if shape.gated else "plain"
+    if e:
+        mlp = "every" if e.rows > e.active else "clamped" if e.bias else "grouped"
+    return replace(
+        run.numerics,
+        qk_norm=shape.qk_norm,
+        wide_qk_norm=shape.wide_qk_norm,
+        mlp=mlp,
+        shared=bool(e and e.shared),
+        wide_router=bool(e and e.wide_router),
+        wide_shares=bool(e and e.wide_shares),
+        dispatch=experts > 1,
+        latent=("qkv" if latent.q_rank else "kv") if latent else "",
+        layer_norm=shape.norm_bias,
+        norms=shape.norms,
+        wide_norms=shape.wide_norms,
+        rotary=not shape.positions,
+        fused="qkv" in shape.fused,
+        gelu_in_parts=shape.gelu_in_parts,
+        sinks=shape.sinks,
+        softcap=shape.softcap,
+    )
 
 
 def sizes(shape: Shape, settings: RunSettings, rank: int) -> Sizes:
     """`rank`: of LoRA's factors, 0 for none."""
     t, c, seq_len = settings.tensor_parallel, settings.context_parallel, settings.seq_len
     split = settings.sequence_parallel
-    per_token, fixed = _widths(shape, t, split, rank)
+    per_token, fixed = _widths(shape, t, split, rank, settings.expert_parallel)
     tokens = settings.micro_batch_size * seq_len // c
     elements = per_token * tokens
     elements[_SCORES] *= seq_len  # every token looks at the whole sequence
@@ -104,19 +161,20 @@ def sizes(shape: Shape, settings: RunSettings, rank: int) -> Sizes:
     return Sizes(elements, tokens, seq_len // c, tokens * shape.hidden if split and t > 1 else 0)
 
 
-_SCORES, _LOGITS = (SYMBOLS.index(symbol) for symbol in ("NS", "NV"))
+_SCORES, _LOGITS, _KEYS = (SYMBOLS.index(symbol) for symbol in ("NS", "NV", "Nk"))
 
 
 @lru_cache(maxsize=1024)
-def _widths(shape: Shape, t: int, split: bool, rank: int) -> tuple[np.ndarray, np.ndarray]:
+def _widths(shape: Shape, t: int, split: bool, rank: int, experts: int) -> tuple[np.ndarray, np.ndarray]:
     """Elements of SYMBOLS a token, and those of the symbols that do not depend on tokens."""
-    s, kv = t if split else 1, max(shape.kv_heads // t, 1)
-    matrices, factors = local_matrices(shape, t), local_factors(shape, rank, t)
+    s, kv = t if split else 1, shape.kv_heads // t
     a_token = {
         "N": 1 / s,
         "Nh": shape.hidden / s,
         "Na": shape.attention_width / t,
+        "Nav": shape.value_width / t,
         "Nk": kv * shape.head_dim,
+        "Nqkv": shape.attention_width / t + 2 * kv * shape.head_dim,
         "Nm": shape.intermediate / t,
         "NH": shape.heads / t,
         "NK": kv,
@@ -124,29 +182,43 @@ def _widths(shape: Shape, t: int, split: bool, rank: int) -> tuple[np.ndarray, n
         "Nr": rank,
         "NS": shape.heads / t,
     }
-    once = {f"W{which}": rows * columns for which, (rows, columns) in matrices.items()}
-    once |= {f"L{which}": sum(pair) for which, pair in factors.items()}
+    if e := shape.experts:  # the router is taken to be fair: each expert gets as many copies as the others
+        copies = e.rows or e.active
+        a_token |= {"NE": e.number, "Ns": copies, "Nsh": copies * shape.hidden, "Nsm": copies * e.intermediate / t}
+        a_token["Nz"] = e.shared / t
+    if latent := shape.latent:
+        up = shape.heads * (shape.head_dim - latent.rope + latent.value) / t
+        a_token |= {"Nqr": latent.q_rank, "Nkn": latent.kv_rank, "Nkr": latent.kv_rank + latent.rope, "Nkb": up}
+    once: dict[str, int] = {}
+    for block, _ in shape.kinds[::-1]:
+        once |= {f"W{which}": rows * columns for which, (rows, columns) in local_matrices(block, t).items()}
+        once |= {f"L{which}": sum(pair) for which, pair in local_factors(block, rank, t).items()}
+        once |= {f"W{which}": elements for which, elements in local_experts(block, t * experts).items()}
     once |= {"Wh": shape.vocab * shape.hidden / t, "h": shape.hidden, "d": shape.head_dim, "one": 1}
     return np.array([a_token.get(s, 0.0) for s in SYMBOLS]), np.array([once.get(s, 0.0) for s in SYMBOLS])
 
 
-def step_breakdown(at: Stage, size: Sizes, in_flight: float) -> Breakdown:
-    """One stage's step. `in_flight`: micro-batches whose activations it holds at a time (1 without a pipeline)."""
-    run, shape, layers, first, last, t, accumulate, r, f, num_parameters, during = at
+def step_breakdown(at: Stage, size: Sizes, in_flight: float, evaluated: Sizes | None = None) -> Breakdown:
+    """One stage's step. `in_flight`: micro-batches whose activations it holds at a time (1 without a pipeline);
+    `evaluated`: sizes of a batch of evaluation, between two steps."""
+    run, shape, layers, first, last, t, accumulate, r, f, plain, up_to_mixture, num_parameters, during = at
     tokens, full, again = size.tokens, run.full, run.activation_checkpointing != "none"
     values = (f.matrix @ size.elements).tolist()
     kept_block, kept_first, saved_head, log_shares = values[:4]
     if again:
         kept_block = kept_first = values[4 if run.activation_checkpointing == "full" else 5]
+    blocks = kept_first + (layers - 1) * kept_block
+    if plain:  # the others of a mixture's blocks keep another amount
+        row = (4 if run.activation_checkpointing == "full" else 5) if again else 0
+        blocks += plain[1] * (float(plain[0].matrix[row] @ size.elements) - kept_block)
 
     # Beside the blocks: cosines and sines; the token ids that a trained embedding keeps; the shifted labels and their
     # count, which the loss keeps. (A single row of labels is not copied when it is shifted, and keeps its padding.)
     turns = 0 if shape.positions else 2 * size.seq_len * shape.head_dim * run.stored
     ids = 8 * tokens
-    small = turns + (ids if full and first else 0)
+    small = turns + (ids if (full or run.train_embeddings) and first else 0)
     if last:
         small += ids + 4 + (8 if tokens == size.seq_len else 0) + (4 if run.scaled else 0)
-    blocks = kept_first + (layers - 1) * kept_block
     activations = blocks + small + (saved_head if last else 0)
     below = blocks - kept_block + small  # while the last block is at work
     earlier = (in_flight - 1) * blocks
@@ -163,7 +235,7 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float) -> Breakdown:
     twice += r.embedding_gradient if accumulate else 0
     forward = f.first_pass if again else f.forward
     backward = [f.backward, f.forward] if again else [f.backward]
-    filled = during.head + (layers - 1) * during.block
+    filled = during.head + layers * during.block * (1 - up_to_mixture)
 
     moments: dict[str, PhaseEnd] = {"forward of the last block": PhaseEnd(below, during.forward, casts, [forward])}
     if during.gathering:
@@ -186,16 +258,26 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float) -> Breakdown:
             moments[f"backward of the {name} block"] = PhaseEnd(saved, during.backward + sent, rows=backward)
     sent = during.on_the_way - during.at_work if layers > 1 else 0  # nothing is gathered ahead any more
     moments["backward of the first block"] = PhaseEnd(small, during.backward + filled + sent, r.block_casts, backward)
-    if full and first:
+    if (full or run.train_embeddings) and first:
         stream = tokens * shape.hidden * run.stored
         moments["gradient of the embedding"] = PhaseEnd(0, during.end + twice, rest=stream)
     if during.reduced:
         moments["gradients reduced"] = PhaseEnd(during.left * (blocks - kept_block) + small, during.reduced)
     moments = {name: m._replace(saved=m.saved + earlier, rest=m.rest + split) for name, m in moments.items()}
     moments["optimizer step"] = PhaseEnd(0, during.step - r.step, rest=r.step)
+    if run.use_cache and again:  # without checkpointing attention keeps those keys and values itself
+        cache = layers * 2 * run.numerics.compute * float(size.elements[_KEYS])
+        for name in moments.keys() & {"forward of the last block", "the loss"}:
+            moments[name] = moments[name]._replace(rest=moments[name].rest + cache)
     resting = r.weights + r.optimizer
     phases = {name: resting + moment.bytes(values) for name, moment in moments.items()}
+    if evaluated:
+        between = communication(run, r, layers, False, shape.tied and first and last).forward
+        moments["evaluation"] = PhaseEnd(0, between, rows=[f.first_pass, *([f.evaluation] if last else [])])
+        values_then = (f.matrix @ evaluated.elements).tolist()
+        phases["evaluation"] = resting + moments["evaluation"].bytes(values_then)
     peak_phase = max(phases, key=phases.__getitem__)
+    worst = (evaluated.elements, values_then) if evaluated and peak_phase == "evaluation" else (size.elements, values)
     return Breakdown(
         weights=r.weights,
         gradients=r.gradients,
@@ -208,7 +290,7 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float) -> Breakdown:
         peak=int(phases[peak_phase]),
         peak_phase=peak_phase,
         phases={name: int(value) for name, value in phases.items()},
-        at_peak=_at_peak(at, size.elements, values, moments[peak_phase]),
+        at_peak=_at_peak(at, *worst, moments[peak_phase]),
         num_parameters=num_parameters,
         num_trainable=r.trainable,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from course_lib.memory.parameters import count, held
+from course_lib.memory.parameters import Held, count, held
 from course_lib.memory.quantized import adam8bit_bytes, nf4_bytes
 from course_lib.memory.settings import Run
 from course_lib.memory.shapes import Shape
@@ -44,34 +44,43 @@ class Resident(NamedTuple):
 
 
 @lru_cache(maxsize=8192)
-def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: bool, last: bool) -> Resident:
-    """`t`: tensor-parallel ranks; `ranks`: data-parallel ones; `first`, `last`: the stage has the embedding, the head."""
-    h = held(shape, t, layers, first, last, run.rank)
+def resident(
+    run: Run, shape: Shape, ranks: int, t: int, layers: int, first: bool, last: bool, experts: int = 1
+) -> Resident:
+    """`t`: tensor-parallel ranks; `ranks`: data-parallel ones; `first`, `last`: the stage has the embedding, the head.
+
+    `experts`: expert-parallel ranks, among the data-parallel ones. So many hold one copy of the experts together, and what
+    is sharded over all ranks is sharded alike with and without them.
+    """
+    h = held(shape, t, layers, first, last, run.rank, experts)
+    all_of_it = held(shape, t, layers, first, last, run.rank)
     compute, share = run.numerics.compute, "weights" in run.shards
-    block = (count(h.matrices) + count(h.vectors)) // layers
+    block = (count(h.matrices) + count(h.vectors) + count(h.experts)) // layers
     outer, factors = count(h.outer), count(h.factors)
-    trained = [*h.all_base()] if run.full else [*h.factors]
-    by_adam = trained
-    if run.optimizer == "muon":  # it takes matrices of the blocks, LoRA's factors are such; AdamW takes the rest
-        by_adam = [*h.vectors, *h.outer] if run.full else []
+    copies = count(_embeddings(h)) if run.train_embeddings else 0
+    trained, by_adam = _trained(run, h)
     trainable = count(trained)
     embedding = shape.vocab * shape.hidden // t
 
     blocks_at_rest = run.at_rest * count(h.matrices)
     if run.method == "qlora":
         blocks_at_rest = sum(nf4_bytes(elements) * number for elements, number in h.matrices)
-    vectors_at_rest = run.at_rest * count(h.vectors)
-    weights = blocks_at_rest + vectors_at_rest + run.at_rest * outer + _factors_at_rest(run) * factors
+    # bitsandbytes quantizes linear layers, and a mixture's experts are parameters of their own: they stay in 16 bits
+    mixtures = count((all_of_it if share else h).experts)
+    weights = blocks_at_rest + run.at_rest * (count(h.vectors) + outer + mixtures) + _factors_at_rest(run) * factors
+    weights += run.at_rest * copies  # PEFT keeps the frozen ones beside those that it trains
     if share:
         weights = _share(weights, ranks)
-    weights += 4 * shape.head_dim  # rotary frequencies: two buffers of head_dim / 2 in fp32, on every rank
+    if not shape.positions:  # rotary frequencies: two buffers of half a head's turning features in fp32, on every rank
+        weights += 4 * (shape.latent.rope if shape.latent else shape.head_dim)
 
-    gradients = run.gradient * trainable
+    shared = count(_trained(run, all_of_it)[0])
+    gradients = 0 if run.optimizer_in_backward else run.gradient * trainable
     if "gradients" in run.shards:
-        gradients = _share(gradients, ranks)
+        gradients = _share(run.gradient * shared, ranks)
     states = _states(run, trained, by_adam)
     if run.shards:
-        states = _share(states, ranks)
+        states = _share(_states(run, *_trained(run, all_of_it)), ranks)
     if run.offload != "none":  # gradients follow the optimizer to the host
         gradients = states = 0
     if run.offload == "all":
@@ -84,17 +93,18 @@ def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: boo
         buckets, bucketful = compute * run.bucket_elements, compute * min(run.bucket_elements, trainable)
         if run.offload != "none" and run.zero_stage < 3:  # a gradient on its way to the host
             buckets += compute * max((elements for elements, _ in trained), default=0)
-    gathered = blocks_at_rest // layers if run.method == "qlora" else compute * (count(h.matrices) // layers)
-    gathered += compute * (count(h.vectors) // layers) + run.factors * (factors // layers)
+    gathered = compute * h.largest + run.factors * (factors // layers)
+    if run.method == "qlora":
+        gathered += blocks_at_rest // layers - compute * (count(h.matrices) // layers)
     outer_copy = compute * outer
     if run.strategy == "zero3":  # module by module, and one ahead; or all that is used again within so many elements
-        at_a_time = 2 * max(max((elements for elements, _ in tensors), default=0) for tensors in (h.matrices, h.outer))
-        there = count(h.matrices) + count(h.vectors) + outer
+        at_a_time = 2 * max(elements for elements, _ in (*h.matrices, *h.experts, *h.outer))
+        there = count(h.all_base())
         outer_copy = compute * min(at_a_time if run.reshard_after_forward else LIVE_ELEMENTS, there)
         gathered = 0
     casts = 2 if run.numerics.autocast else 0
     unsharded = (run.stored if run.full else run.factors) * trainable
-    here = trainable if run.offload == "none" else 0  # a share of gradients goes on to the host as soon as it is summed
+    here = shared if run.offload == "none" else 0  # a share of gradients goes on to the host as soon as it is summed
     return Resident(
         weights,
         gradients,
@@ -104,9 +114,9 @@ def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: boo
         block_copy=gathered if share else 0,
         outer_copy=outer_copy if share else 0,
         block_gradient=run.stored * block if run.full else run.factors * factors // layers,
-        outer_gradient=run.stored * outer if run.full else 0,
-        embedding_gradient=run.stored * embedding if run.full and first else 0,
-        block_casts=casts * (count(h.matrices) if run.full else factors) // layers,
+        outer_gradient=run.stored * (outer if run.full else copies),
+        embedding_gradient=run.stored * embedding if (run.full or copies) and first else 0,
+        block_casts=casts * (count(h.matrices) if run.full else factors) // layers,  # not of experts, see `blocks`
         outer_casts=casts * embedding if run.full and last else 0,
         # nothing before the first block is trained: the copies of A beside q, k and v serve no gradient of an input
         unused_casts=0 if run.full or not first else casts * 3 * run.rank * shape.hidden,
@@ -116,6 +126,20 @@ def resident(run: Run, shape: Shape, ranks: int, t: int, layers: int, first: boo
         master_share=_share(run.master * here, ranks),
         bucketful=bucketful,
     )
+
+
+def _trained(run: Run, h: Held) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """What is trained; and which of it AdamW steps: all but what Muon takes, matrices of the blocks or LoRA's factors."""
+    trained = [*h.all_base()] if run.full else [*h.factors, *(_embeddings(h) if run.train_embeddings else ())]
+    if run.optimizer != "muon":
+        return trained, trained
+    return trained, [*h.vectors, *h.experts, *h.outer] if run.full else []
+
+
+def _embeddings(h: Held) -> list[tuple[int, int]]:
+    """Embedding and output layer, where the stage has them: all that lies outside the blocks but the last norm."""
+    largest = max((elements for elements, _ in h.outer), default=0)
+    return [(elements, number) for elements, number in h.outer if elements == largest]
 
 
 def _factors_at_rest(run: Run) -> int:
@@ -156,7 +180,7 @@ def _newton_schulz(run: Run, shape: Shape) -> int:
     """
     if run.optimizer != "muon":
         return 0
-    pairs = list(shape.block_matrices.values())
+    pairs = [pair for block, _ in shape.kinds for pair in block.matrices.values()]
     if not run.full:
         pairs = [(run.rank, side) for pair in pairs for side in pair]
     return max((run.state + 2 * 2) * rows * columns + 2 * 2 * min(rows, columns) ** 2 for rows, columns in pairs)

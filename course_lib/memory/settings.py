@@ -10,12 +10,13 @@ from course_lib.choices import (
     STRATEGIES,
     check_choice,
     check_combination,
+    why_not_expert_parallel,
     why_not_tensor_parallel,
 )
 from course_lib.memory.blocks import Numerics
 from course_lib.memory.cards import Card, card
 from course_lib.memory.shapes import Shape
-from course_lib.validation import check_counts
+from course_lib.validation import check_counts, pick
 
 BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's reduce_bucket_size
 
@@ -33,6 +34,11 @@ class RunSettings(NamedTuple):
     activation_checkpointing: str = "none"
     attention: str = "flash"
     loss: str = "eager"
+    compile: bool = False
+    optimizer_in_backward: bool = False
+    use_cache: bool = False
+    train_embeddings: bool = False
+    transformers: int = 5
     lora_rank: int = 16
     reshard_after_forward: bool = True
     bucket_elements: int = BUCKET_ELEMENTS
@@ -40,11 +46,19 @@ class RunSettings(NamedTuple):
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     context_parallel: int = 1
+    expert_parallel: int = 1
     sequence_parallel: bool = False
     micro_batch_size: int = 1
     seq_len: int = 2048
     num_microbatches: int = 1
     virtual_stages: int = 1
+    eval_micro_batch_size: int = 0
+    loading: str = "sharded"
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return self.ranks * self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @property
     def run(self) -> Run:
@@ -56,7 +70,9 @@ class RunSettings(NamedTuple):
 
 
 _CHOICES = RunSettings._fields.index("ranks")  # fields before it depend neither on sizes nor on ranks
-_COUNTS = [name for name in RunSettings._fields[_CHOICES:] if name != "sequence_parallel"]
+_COUNTS = [
+    name for name in RunSettings._fields[_CHOICES:] if name not in ("sequence_parallel", "eval_micro_batch_size", "loading")
+]
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, which is quick: equal settings get the same one
@@ -70,6 +86,7 @@ class Run:
         state: one of Adam's two moments, or Muon's momentum.
         gradient: a gradient at rest.
         scaled: fp16 needs loss scaling.
+        train_embeddings: embedding and output layer are trained beside LoRA's factors, in copies.
     """
 
     method: str
@@ -88,6 +105,9 @@ class Run:
     state: int
     gradient: int
     scaled: bool
+    optimizer_in_backward: bool
+    use_cache: bool
+    train_embeddings: bool
     reshard_after_forward: bool
     bucket_elements: int
 
@@ -117,8 +137,14 @@ def _run(*choices: str | bool | int) -> Run:
         check_counts(lora_rank=s.lora_rank)
     check_combination(method=s.method, optimizer=s.optimizer, strategy=s.strategy, offload=s.offload)
     check_counts(bucket_elements=s.bucket_elements)
-    if type(s.reshard_after_forward) is not bool:
-        raise ValueError(f"reshard_after_forward={s.reshard_after_forward!r}: give True or False.")
+    for name in RunSettings._fields[:_CHOICES]:
+        if type(RunSettings._field_defaults[name]) is bool and type(getattr(s, name)) is not bool:
+            raise ValueError(f"{name}={getattr(s, name)!r}: give True or False.")
+    pick("transformers", s.transformers, (4, 5))
+    if s.train_embeddings and full:
+        raise ValueError("train_embeddings is for lora and qlora: full training trains them anyway.")
+    if s.optimizer_in_backward and (s.strategy != "single" or s.optimizer == "muon"):
+        raise ValueError("optimizer_in_backward steps each tensor as its gradient comes: take strategy='single'.")
     deepspeed, sharding = STRATEGIES[s.strategy].zero_stage > 0, bool(STRATEGIES[s.strategy].shards)
     mixed, fsdp = s.precision.endswith("mixed"), s.strategy == "fsdp"
     compute = 4 if s.precision == "fp32" else 2
@@ -139,7 +165,16 @@ def _run(*choices: str | bool | int) -> Run:
         **same,
         rank=0 if full else s.lora_rank,
         numerics=Numerics(
-            s.method, compute, stored, factors, autocast, s.attention == "eager", fused_loss=s.loss == "fused"
+            s.method,
+            compute,
+            stored,
+            factors,
+            autocast,
+            s.attention == "eager",
+            loss=s.loss,
+            compiled=s.compile,
+            train_embeddings=s.train_embeddings,
+            shifted_logits=s.transformers == 4,
         ),
         stored=stored,
         factors=factors,
@@ -159,6 +194,9 @@ def check_sizes(shape: Shape, settings: RunSettings) -> None:
         check_counts(**dict(zip(_COUNTS, counts, strict=True)))
     if type(settings.sequence_parallel) is not bool:
         raise ValueError(f"sequence_parallel={settings.sequence_parallel!r}: give True or False.")
+    if type(settings.eval_micro_batch_size) is not int or settings.eval_micro_batch_size < 0:
+        raise ValueError(f"eval_micro_batch_size={settings.eval_micro_batch_size!r}: give a whole number, 0 for none.")
+    check_choice("loading", settings.loading)
     check_length(shape, settings.seq_len)
     _check_split(
         shape,
@@ -168,18 +206,23 @@ def check_sizes(shape: Shape, settings: RunSettings) -> None:
         settings.ranks,
         settings.tensor_parallel,
         settings.pipeline_parallel,
+        settings.expert_parallel,
     )
     if settings.seq_len % settings.context_parallel:
         raise ValueError(f"seq_len={settings.seq_len} does not divide by context_parallel={settings.context_parallel}.")
 
 
 @lru_cache(maxsize=4096)
-def _check_split(shape: Shape, method: str, strategy: str, offload: str, ranks: int, t: int, p: int) -> None:
-    if reason := why_not_tensor_parallel(shape, t, repeat_kv_heads=True):
+def _check_split(
+    shape: Shape, method: str, strategy: str, offload: str, ranks: int, t: int, p: int, experts: int
+) -> None:
+    if reason := why_not_tensor_parallel(shape, t):
         raise ValueError(f"{shape.name}: {reason}")
     if p > shape.layers:
         raise ValueError(f"{shape.name} has {shape.layers} layers: too few for pipeline_parallel={p} stages.")
     check_combination(method=method, strategy=strategy, offload=offload, ranks=ranks, tp=t, pp=p)
+    if reason := why_not_expert_parallel(shape.experts.number if shape.experts else 0, experts, strategy, ranks):
+        raise ValueError(f"{shape.name}: {reason}")
 
 
 def check_length(shape: Shape, seq_len: int) -> None:

@@ -71,12 +71,15 @@ def units_of(
         return _of_module(model)
     pick("method", method, ("full", "lora", "qlora"))
     shape, full = shape_of(model), method == "full"
+    if shape.experts:
+        raise ValueError(f"{shape.name} is a mixture of experts: its units are known here of a torch module alone.")
     block: list[Tensor] = []
-    for rows, columns in shape.block_matrices.values():
+    of_block = shape.block()
+    for rows, columns in of_block.matrices.values():
         packed = (-(-rows * columns // (2 * element)), 1)
         block.append(Tensor(packed, False, element) if method == "qlora" else Tensor((rows, columns), full))
         block += [] if full else [Tensor((lora_rank, columns)), Tensor((rows, lora_rank))]
-    block += [Tensor((elements,), full) for elements in shape.block_vectors]
+    block += [Tensor((elements,), full) for elements in of_block.vectors]
     before = [Tensor((shape.vocab, shape.hidden), full)]
     before += [Tensor((shape.positions, shape.hidden), full)] if shape.positions else []
     after = [Tensor((shape.hidden,), full)] * (2 if shape.norm_bias else 1)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from course_lib.choices import STRATEGIES, Widths, why_not_tensor_parallel
+from course_lib.choices import STRATEGIES, check_tensor_parallel
 from course_lib.memory.shapes import Shape
 from course_lib.validation import pick
 
@@ -59,17 +59,14 @@ def tensor_parallel(
       sequence each (fp32, in one piece). Not counted: Megatron gathers the input of the first matrices again in the
       backward pass instead of keeping it, 2 more all-gathers a layer and 1 at the output layer.
 
-    Grouped kv heads change none of this while every rank has a kv head of its own. Where `tp` is larger, tp / kv_heads ranks
-    hold copies of a kv head and sum the copies' gradients once a step (fp32), though the message says "tp".
+    Grouped kv heads change none of this.
 
     Args:
         micro_batch_size: sequences in one forward pass of these ranks together, b.
         seq_len: tokens a sequence, s; with context parallelism those of one context-parallel rank.
         element: bytes of an activation: 2 in bf16 and fp16, 4 in fp32.
     """
-    widths = Widths(shape.heads, shape.kv_heads, shape.intermediate, shape.heads)  # vocabularies are padded
-    if reason := why_not_tensor_parallel(widths, tp, repeat_kv_heads=True):
-        raise ValueError(reason)
+    check_tensor_parallel(shape, tp)
     if tp == 1:
         return []
     states = micro_batch_size * seq_len * shape.hidden * element
@@ -78,12 +75,8 @@ def tensor_parallel(
     if sequence_parallel:
         _part(seq_len, tp)  # each rank's norms see one
         norms = Message("all_reduce", 1, (2 * shape.layers + 1) * shape.hidden * 4, "tp", "step")
-        sent = [Message(kind, 2 * pairs, states, "tp") for kind in ("all_gather", "reduce_scatter")] + [norms, loss]
-    else:
-        sent = [Message("all_reduce", 2 * pairs, states, "tp"), loss]
-    if tp > shape.kv_heads:
-        sent.append(Message("all_reduce", 2 * shape.layers, shape.head_dim * shape.hidden * 4, "tp", "step"))
-    return sent
+        return [Message(kind, 2 * pairs, states, "tp") for kind in ("all_gather", "reduce_scatter")] + [norms, loss]
+    return [Message("all_reduce", 2 * pairs, states, "tp"), loss]
 
 
 def pipeline(
@@ -152,17 +145,16 @@ def context_parallel(
 ) -> list[Message]:
     """Splitting the sequence over `cp` ranks, attention too: keys and values go round a ring (arXiv:2310.01889).
 
-    A message is a rank's keys and values of one layer, 2 b (s / cp) (k / tp) e bytes, s tokens of the whole sequence; of
-    kv heads a rank holds at least one. Forward they are handed on cp - 1 times a layer, backward again, and their
-    gradients cp times, once more to come home: (3 cp - 2) L sends. (Llama 3, arXiv:2407.21783, gathers keys and values in
-    one all-gather a layer instead: the same bytes forward.) The gradients of the parameters are summed with data
-    parallelism's: count dp x cp ranks there.
+    A message is a rank's keys and values of one layer, 2 b (s / cp) (k / tp) e bytes, s tokens of the whole sequence.
+    Forward they are handed on cp - 1 times a layer, backward again, and their gradients cp times, once more to come home:
+    (3 cp - 2) L sends. (Llama 3, arXiv:2407.21783, gathers keys and values in one all-gather a layer instead: the same
+    bytes forward.) The gradients of the parameters are summed with data parallelism's: count dp x cp ranks there.
     """
     tokens = _part(seq_len, cp)
+    check_tensor_parallel(shape, tp)
     if cp == 1:
         return []
-    heads = max(shape.kv_heads // tp, 1)
-    size = 2 * micro_batch_size * tokens * heads * shape.head_dim * element
+    size = 2 * micro_batch_size * tokens * shape.kv_heads // tp * shape.head_dim * element
     return [Message("send", (3 * cp - 2) * shape.layers, size, "cp")]
 
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from course_lib.memory.parameters import local_matrices
+from course_lib.memory import Shape
+from course_lib.memory.parameters import local_experts, local_matrices
 from course_tools.planning.question import Question
 from course_tools.planning.table import Table
 
@@ -42,35 +43,59 @@ def rates(question: Question) -> tuple[float, float]:
     return card.peak_flops * k.matmul * slow, card.bandwidth * k.memory
 
 
+def of_a_layer(shape: Shape, t: int) -> tuple[float, float, float]:
+    """Of a layer, in the mean: the weights that multiply a token, rows + columns of their matrices, all weights.
+
+    Of a mixture a token meets the active experts; where tokens are many, all experts are read.
+    """
+    weights = sides = read = 0.0
+    share = shape.experts.active / shape.experts.number if shape.experts else 1.0
+    for block, number in shape.kinds:
+        for rows, columns in local_matrices(block, t).values():
+            weights += number * rows * columns
+            sides += number * (rows + columns)
+            read += number * rows * columns
+        elements = local_experts(block, t)
+        for which, (experts, rows, columns) in block.experts.items():
+            met = 1.0 if which == "router" else share
+            weights += number * met * elements[which]
+            sides += number * met * experts * (rows + columns) / t
+            read += number * elements[which]
+    return weights / shape.layers, sides / shape.layers, read / shape.layers
+
+
 def block_seconds(question: Question, table: Table, tp: np.ndarray, tokens: np.ndarray) -> Block:
     """`tokens`: of a micro-batch on one GPU."""
     shape, k, e = question.shape, question.constants, question.element
     flops, memory = rates(question)
     degrees = sorted({grid.tp for grid in table.grids})
-    local = [list(local_matrices(shape, t).values()) for t in degrees]
     which = np.array([degrees.index(grid.tp) for grid in table.grids])[table.grid]
-    weights = np.array([float(sum(r * c for r, c in one)) for one in local])[which]
-    sides = np.array([float(sum(r + c for r, c in one)) for one in local])[which]
+    weights, sides, read = np.array([of_a_layer(shape, t) for t in degrees]).T[:, which]
 
     full = np.array([way.method == "full" for way in table.ways])[table.way]
     quantized = np.array([way.method == "qlora" for way in table.ways])[table.way]
-    product = 2 * tokens * weights / flops + e * (tokens * sides + weights) / memory
+    product = 2 * tokens * weights / flops + e * (tokens * sides + read) / memory
     products = product * np.where(full, 3.0, 2.0)
 
     eager = question.attention == "eager"
     keys = question.seq_len if eager else question.seq_len / 2
     at_once = question.seq_len / table.axis("cp")
     rate = flops if eager else flops * k.flash / k.matmul * at_once / (at_once + k.flash_half)
-    attention = 4 * tokens * keys * shape.attention_width / tp / rate
+    attention = 2 * tokens * keys * (shape.attention_width + shape.value_width) / tp / rate
     passes = 3.0 if eager else 1 + k.backward_flash
 
     stream = k.stream_passes * shape.hidden / np.where(table.split, tp, 1)
-    wide = shape.intermediate * (2 if shape.gated else 1) + shape.attention_width + 2 * shape.kv_width
+    inner = (
+        shape.experts.active * shape.experts.intermediate + shape.experts.shared
+        if shape.experts
+        else shape.intermediate
+    )
+    wide = inner * (2 if shape.gated else 1) + shape.attention_width + 2 * shape.kv_width
     light = e * tokens * (stream + k.width_passes * wide / tp) / memory
     if eager:
         light = light + k.score_passes * e * tokens * question.seq_len * (shape.heads / tp) / memory
     adapters = np.where(full, 0.0, k.adapter_passes * e * tokens * sides / memory)
-    dequantized = np.where(quantized, k.dequantize_bytes * weights / memory, 0.0)
+    dequantized = np.where(quantized, k.dequantize_bytes * read / memory, 0.0)
 
     forward = product + attention + light + adapters + dequantized
     recomputed = np.select([table.kept == 2, table.kept == 1], [forward, light], 0.0)

@@ -10,6 +10,7 @@ import numpy as np
 
 from course_lib.choices import STRATEGIES
 from course_lib.memory import flops_per_token
+from course_lib.memory.parameters import count, held
 from course_lib.parallel import traffic
 from course_lib.parallel.grid import Grid
 from course_tools.planning.compute import block_seconds, head_seconds
@@ -217,8 +218,9 @@ def stage_parameters(question: Question, grids: list[Grid]) -> np.ndarray:
 
 def adapter_share(question: Question) -> float:
     """LoRA's parameters over the model's."""
-    sides = sum(rows + columns for rows, columns in question.shape.block_matrices.values())
-    return question.shape.layers * question.lora_rank * sides / question.shape.parameters
+    shape = question.shape
+    factors = held(shape, 1, shape.layers, True, True, question.lora_rank).factors
+    return count(factors) / shape.parameters
 
 
 def way_bytes(question: Question, way: Way) -> tuple[float, float, float, float]:

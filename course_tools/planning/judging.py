@@ -138,7 +138,7 @@ def _product(grid: Grid, gpus: int) -> str:
 def _faults(asked: Question, grid: Grid) -> list[str]:
     """Sentences about what does not divide, and about a strategy that is none for this grid."""
     shape, tp = asked.shape, grid.tp
-    found = [reason] if (reason := why_not_tensor_parallel(shape, tp, repeat_kv_heads=True)) else []
+    found = [reason] if (reason := why_not_tensor_parallel(shape, tp)) else []
     if tp > asked.machines.per_node:
         found.append(
             f"TP {tp} leaves the node of {asked.machines.per_node} GPUs: its all-reduces would cross the network."

@@ -25,7 +25,7 @@ def divisors(number: int) -> list[int]:
 
 def tensor_degrees(shape: Shape, per_node: int) -> list[int]:
     """Tensor-parallel ranks that stay in a node and over which the model splits."""
-    return [tp for tp in divisors(per_node) if not why_not_tensor_parallel(shape, tp, repeat_kv_heads=True)]
+    return [tp for tp in divisors(per_node) if not why_not_tensor_parallel(shape, tp)]
 
 
 def grids(question: Question) -> list[Grid]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from course_tools.axolotl.check.facts import Facts
 from course_tools.axolotl.check.findings import LEVELS, Finding, dotted
 from course_tools.axolotl.check.gpus import Cluster, cluster
 from course_tools.axolotl.check.holders import holders, strategy_name
-from course_tools.axolotl.check.prediction import choices, predict
+from course_tools.axolotl.check.prediction import Prediction, choices, predict
 from course_tools.axolotl.check.report import Report, launch_command
 from course_tools.axolotl.check.settings import Settings
 from course_tools.axolotl.check.yaml_lines import Document, read_yaml
@@ -47,7 +48,8 @@ def check(
 
     Errors about settings are Axolotl's own: its validator is asked, in a process that loads it once (about ten
     seconds) and answers in a fraction of a second from then on. What it takes, the course's rules call a warning at
-    most; their errors are about what it does not look at: files, rows of data, what the cards can hold.
+    most; their errors are about what it does not look at: files, rows of data, how ranks divide,
+    what the cards can hold.
 
     Args:
         path_or_values: the file, or its mapping (then findings have no lines).
@@ -59,6 +61,8 @@ def check(
     cards = None if gpus is None else cluster(gpus)
     settings = Settings(document, cards, Path(folder))
     facts = Facts(settings, batch(settings), predict(settings))
+    if split := next(rules_sharding.axes(facts), None):
+        facts = replace(facts, prediction=Prediction(None, split.sentence, facts.prediction.shape))
     findings = list(_duplicates(document))
     findings += [finding for rule in RULES for finding in rule(facts)]
     if validate:
@@ -69,9 +73,9 @@ def check(
         name=str(document.path or "the YAML"),
         cluster=cards,
         launch_command=launch_command(document.path, cards),
-        strategy=strategy_name(settings),
+        strategy="the ranks cannot split the model so" if split else strategy_name(settings),
         batch=facts.batch,
-        holders=tuple(holders(settings, prediction.memory, offload)),
+        holders=() if split else tuple(holders(settings, prediction.memory, offload)),
         memory=prediction.memory,
         memory_unknown=prediction.reason,
         fits=prediction.fits,

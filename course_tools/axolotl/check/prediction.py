@@ -165,7 +165,7 @@ def _from_folder(folder: Path, name: str) -> Shape:
 
 def choices(settings: Settings) -> dict[str, Any]:
     """The settings of `estimate` that a YAML amounts to, micro_batch_size left out."""
-    adapter, strategy = settings.adapter, settings.strategy
+    adapter, strategy, context = settings.adapter, settings.strategy, settings.context_parallel
     if adapter not in ("", "lora", "qlora"):
         raise ValueError(f"The memory model does not know the adapter {adapter!r}.")
     if settings.get("load_in_8bit"):
@@ -189,17 +189,14 @@ def choices(settings: Settings) -> dict[str, Any]:
         "strategy": plan,
         "ranks": ranks,
         "tensor_parallel": settings.tensor_parallel,
-        "seq_len": settings.number("sequence_len"),
-        "context_parallel": settings.context_parallel if strategy != "fsdp" else 1,
+        "seq_len": -(-settings.number("sequence_len") // context) * context,
+        "context_parallel": context,
         "num_microbatches": settings.number("gradient_accumulation_steps"),
         "activation_checkpointing": _checkpointing(settings),
         "attention": "eager" if settings.attention == "eager" else "flash",
         "offload": _offload(settings),
         "step": "foreach" if settings.get("optimizer") == "adamw_torch" else "fused",
     }
-    if strategy == "fsdp" and settings.context_parallel > 1:
-        chosen["context_parallel"] = settings.context_parallel
-        chosen["seq_len"] = -(-chosen["seq_len"] // settings.context_parallel) * settings.context_parallel
     if method != "full":
         chosen["lora_rank"] = settings.number("lora_r")
     if plan.startswith("zero"):

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from course_lib.choices import Widths, why_not_tensor_parallel
 from course_tools.axolotl.check.facts import Facts
 from course_tools.axolotl.check.findings import Finding
+from course_tools.axolotl.check.settings import Settings
 
+# The optimizers that transformers takes from bitsandbytes
+BITSANDBYTES = """adamw_8bit adamw_bnb_8bit paged_adamw_8bit paged_adamw_32bit ademamix ademamix_8bit paged_ademamix_8bit
+    paged_ademamix_32bit lion_8bit lion_32bit paged_lion_8bit paged_lion_32bit rmsprop_bnb rmsprop_bnb_8bit
+    rmsprop_bnb_32bit""".split()
 # DeepSpeed's name of what the YAML says already, and the YAML's
 MATCHING = {
     "train_micro_batch_size_per_gpu": "micro_batch_size",
@@ -25,23 +32,78 @@ def fsdp(facts: Facts) -> Iterator[Finding]:
         yield facts.warning("fsdp_version", sentence, "add fsdp_config")
     if facts.given("fsdp_config") and facts.settings.cluster and facts.settings.ranks == 1:
         yield facts.warning("fsdp_config", "One rank has nobody to shard with.", "leave it out, or take more cards")
+    if facts.given("fsdp_config") and facts.settings.tensor_parallel > 1:
+        sentence = "Beside tensor_parallel_size transformers shards the model itself, and FSDP then finds no layers."
+        yield facts.warning("fsdp_config", sentence, "leave it out")
     if section.get("state_dict_type") == "LOCAL_STATE_DICT":
         sentence = "FSDP2 has no LOCAL_STATE_DICT: accelerate refuses when training starts."
         path = ("fsdp_config", "state_dict_type")
         yield facts.warning(path, sentence, "write FULL_STATE_DICT or SHARDED_STATE_DICT")
 
 
+def optimizer(facts: Facts) -> Iterator[Finding]:
+    """bitsandbytes' optimizers on the DTensors of FSDP2 and of tensor parallelism: each of them raises in its first step."""
+    if facts.get("optimizer") in BITSANDBYTES and facts.settings.strategy in ("fsdp", "tensor"):
+        able = "adamw_torch_fused" if facts.settings.fsdp.get("offload_params") else "adamw_torch_8bit"
+        sentence = "bitsandbytes steps plain tensors, and sharded weights are DTensors: the first step raises."
+        yield facts.error("optimizer", sentence, f"write optimizer: {able}")
+
+
 def axes(facts: Facts) -> Iterator[Finding]:
-    """Tensor and context parallelism that do not divide the ranks or the heads."""
+    """Heads that do not divide, and axes that do not fill the ranks: the model cannot be split so.
+
+    Tried with Axolotl 0.21 on CPU ranks, where each of these runs ends before its first step.
+    """
     settings, shape = facts.settings, facts.prediction.shape
-    tensor, context = settings.tensor_parallel, settings.context_parallel
-    if settings.cluster and settings.ranks % (tensor * context):
-        key = "tensor_parallel_size" if tensor > 1 else "context_parallel_size"
-        sentence = f"{tensor} x {context} ranks on a sequence do not divide {settings.ranks} ranks."
-        yield facts.error(key, sentence, "take sizes whose product divides the ranks")
-    if shape and (shape.heads % tensor or (shape.kv_heads % tensor and tensor % shape.kv_heads)):
-        sentence = f"{shape.heads} heads and {shape.kv_heads} key-value heads do not divide by {tensor}."
-        yield facts.error("tensor_parallel_size", sentence, f"take a divisor of {shape.kv_heads}")
+    heads = Widths(shape.heads, shape.kv_heads, 0, 0) if shape else Widths(0, 0, 0, 0)  # the rest may be cut unevenly
+    if reason := why_not_tensor_parallel(heads, settings.tensor_parallel):
+        sentence, _, fix = reason.rstrip(".").partition(": ")
+        yield facts.error("tensor_parallel_size", f"{sentence}.", fix)
+    elif settings.cluster and (wrong := _wrong_axis(settings)):
+        yield facts.error(*wrong)
+
+
+def _wrong_axis(settings: Settings) -> tuple[str, str, str] | None:
+    """Key, sentence and fix where the sizes of the axes do not fill the ranks."""
+    sizes, left = settings.axes, settings.ranks
+    for key, size in sizes.items():
+        if left % size:
+            ranks = f"{left} ranks" if left == settings.ranks else f"The {left} ranks that are left"
+            return key, f"{ranks} do not divide by {size}.", f"take a divisor of {left}"
+        left //= size
+    others = [key for key in sizes if key != "tensor_parallel_size"]
+    if settings.tensor_parallel > 1 and others and others != ["dp_shard_size"]:
+        sentence = "Axolotl has no mesh for it beside tensor_parallel_size."
+        return others[0], sentence, "leave it out: the other ranks shard the model by themselves"
+    filled_in = settings.tensor_parallel > 1 or (settings.given("deepspeed") and settings.context_parallel > 1)
+    if not others or filled_in:
+        return None
+    unsharded = "dp_shard_size" not in sizes and (settings.given("fsdp_config") or settings.context_parallel > 1)
+    if left > 1:  # Accelerate multiplies the sizes that are written
+        sentence = f"All sizes together make {settings.ranks // left} ranks, and there are {settings.ranks}."
+        missing = "dp_shard_size" if unsharded else "dp_replicate_size"
+        return others[-1], sentence, f"write {missing}: {sizes.get(missing, 1) * left}"
+    if unsharded and "dp_replicate_size" in sizes:
+        return "dp_replicate_size", "It leaves no ranks to shard over.", "add dp_shard_size, or leave it out"
+    return None
+
+
+def ulysses(facts: Facts) -> Iterator[Finding]:
+    """Context parallelism under DeepSpeed: heads and tokens that its ranks cannot share. Under FSDP2 tokens are padded."""
+    settings, shape, ranks = facts.settings, facts.prediction.shape, facts.settings.context_parallel
+    if ranks == 1 or not facts.given("deepspeed"):
+        return
+    multiple = settings.number("pad_to_multiple_of")
+    tokens = multiple * -(-settings.number("sequence_len") // multiple)
+    if shape and (shape.heads % ranks or (shape.kv_heads % ranks and ranks % shape.kv_heads)):
+        sentence = f"DeepSpeed does not share {shape.heads} heads and {shape.kv_heads} kv heads among {ranks} ranks."
+        yield facts.error(settings.context_key, sentence, "take a divisor of the heads")
+    elif not (facts.get("pad_to_sequence_len") or facts.get("sample_packing")):
+        sentence = "DeepSpeed gathers the batches of all ranks on a sequence, which must be of one length."
+        yield facts.warning(settings.context_key, sentence, "write pad_to_sequence_len: true")
+    elif tokens % ranks and not facts.get("sample_packing"):
+        sentence = f"Sequences of {tokens} tokens do not divide over {ranks} ranks."
+        yield facts.error("sequence_len", sentence, f"take a multiple of {math.lcm(multiple, ranks)}")
 
 
 def deepspeed(facts: Facts) -> Iterator[Finding]:
@@ -114,4 +176,4 @@ def _unreadable(facts: Facts, file: Path) -> Finding | None:
     return None
 
 
-RULES = (fsdp, axes, deepspeed)
+RULES = (fsdp, optimizer, axes, ulysses, deepspeed)

@@ -17,7 +17,7 @@ from course_tools.axolotl.check.yaml_lines import Document
 KEYS = {
     "whole number": """micro_batch_size gradient_accumulation_steps sequence_len batch_size eval_batch_size max_steps
         warmup_steps tensor_parallel_size context_parallel_size sequence_parallel_degree dp_shard_size dp_replicate_size
-        lora_r sample_packing_bin_size""",
+        lora_r sample_packing_bin_size pad_to_multiple_of""",
     "number": "num_epochs val_set_size save_steps saves_per_epoch lora_alpha",
     "flag": """load_in_4bit load_in_8bit bfloat16 float16 sample_packing pad_to_sequence_len multipack_real_batches
         dataloader_drop_last auto_resume_from_checkpoints save_only_model lora_target_linear skip_prepare_dataset
@@ -43,6 +43,7 @@ DEFAULTS = {
     "num_epochs": 1.0,
     "bf16": "auto",
     "sample_packing_bin_size": 200,
+    "pad_to_multiple_of": 64,
     "optimizer": "adamw_torch_fused",
     "output_dir": "./model-out",
 }
@@ -126,8 +127,19 @@ class Settings:
         return self.number("tensor_parallel_size")
 
     @property
+    def context_key(self) -> str:
+        """The name that the YAML has for context parallelism, the new one or the old one."""
+        return "context_parallel_size" if self.given("context_parallel_size") else "sequence_parallel_degree"
+
+    @property
     def context_parallel(self) -> int:
-        return max(self.number("context_parallel_size"), self.number("sequence_parallel_degree"))
+        return self.number(self.context_key)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The sizes above 1, in the order in which the ranks are divided by them."""
+        keys = ("tensor_parallel_size", self.context_key, "dp_shard_size", "dp_replicate_size")
+        return {key: self.number(key) for key in keys if self.number(key) > 1}
 
     @property
     def data_ranks(self) -> int:
@@ -137,10 +149,8 @@ class Settings:
     @property
     def shard_ranks(self) -> int:
         """Ranks that FSDP2 cuts the model over; those of context parallelism are among them."""
-        ranks = max(1, self.ranks // self.tensor_parallel)
-        if self.given("dp_shard_size"):
-            return min(ranks, self.number("dp_shard_size") * self.context_parallel)
-        return max(1, ranks // self.number("dp_replicate_size"))
+        shards = self.axes.get("dp_shard_size")
+        return shards * self.context_parallel if shards else max(1, self.ranks // self.tensor_parallel)
 
     @property
     def adapter(self) -> str:
