@@ -109,6 +109,8 @@ def why_not(
         return f"offload={offload!r} puts {what}, which {_either(able)} can do and {strategy} cannot."
     if strategy == "fsdp" and (optimizer == "paged_adamw8bit" or (optimizer == "adamw8bit" and offload != "none")):
         return "bitsandbytes steps plain tensors, and FSDP2 has DTensors: take adamw8bit by torchao, without offload."
+    if tp > 1 and optimizer == "paged_adamw8bit" and not how.zero_stage:
+        return "bitsandbytes steps plain tensors, and tensor parallelism has DTensors: take adamw8bit by torchao."
     if offload != "none" and optimizer not in ("adamw", "sgd", "adamw8bit"):
         return f"This course steps optimizer={optimizer!r} on the GPU alone: with offload take adamw."
     if optimizer == "muon" and how.zero_stage:

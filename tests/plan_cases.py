@@ -30,6 +30,7 @@ def a_plan(
         precision=precision,
         **choices,
         memory=estimate(shape),
+        host=0,
         step_seconds=1.25,
         parts={"matrix products": 1.0, "data parallelism": 0.25},
         mfu=0.4,

@@ -91,6 +91,7 @@ def test_who_holds_what() -> None:
 
 def test_memory_is_the_courses_estimate_of_that_run() -> None:
     common = {"micro_batch_size": 2, "seq_len": 128, "num_microbatches": 3, "step": "fused", "ranks": 4}
+    common["eval_micro_batch_size"] = 2
     ddp, lora = {"precision": "bf16", "strategy": "ddp"}, {"precision": "bf16-mixed", "lora_rank": 8}
     fsdp = {"precision": "bf16-mixed", "strategy": "fsdp", "activation_checkpointing": "full"}
     rows = [
@@ -99,6 +100,12 @@ def test_memory_is_the_courses_estimate_of_that_run() -> None:
         (LORA, lora | {"strategy": "ddp", "method": "lora"}),
         (QLORA, lora | {"strategy": "ddp", "method": "qlora"}),
         ({"optimizer": "adamw_torch"}, ddp | {"step": "foreach"}),
+        ({"val_set_size": 0}, ddp | {"eval_micro_batch_size": 0}),
+        ({"eval_batch_size": 7, "cut_cross_entropy": True}, ddp | {"eval_micro_batch_size": 7, "loss": "fused"}),
+        (
+            LORA | {"lora_modules_to_save": ["embed_tokens", "lm_head"]},
+            lora | {"strategy": "ddp", "method": "lora", "train_embeddings": True},
+        ),
         ({"bf16": False, "attn_implementation": "eager"}, ddp | {"precision": "fp32", "attention": "eager"}),
     ]
     for changes, asked in rows:
@@ -121,6 +128,30 @@ def test_a_batch_that_the_cards_cannot_hold_and_the_largest_that_they_can(folder
     # a model whose widths nobody knows; the course's tiny model is nobody else's
     unknown = check(changed(base_model="org/tiny"))
     assert unknown.memory is None and unknown.memory_unknown and not unknown.errors
+
+
+def test_evaluation_can_be_what_does_not_fit(folder: Path) -> None:
+    values = changed(
+        base_model="meta-llama/Llama-3.2-1B", pad_to_sequence_len=True, micro_batch_size=1, sequence_len=2048, **LORA
+    )
+    report = check(values | {"eval_batch_size": 64}, gpus="2x24GiB")
+    assert report.fits is False and report.memory.peak_phase == "evaluation"
+    (error,) = report.errors
+    assert error.key == "eval_batch_size" and f"eval_batch_size: {report.largest}" in error.fix
+    assert check(values | {"eval_batch_size": report.largest}, gpus="2x24GiB").fits
+    assert not check(values | {"eval_batch_size": report.largest + 1}, gpus="2x24GiB").fits
+    assert check(values | {"eval_batch_size": 64, "val_set_size": 0}, gpus="2x24GiB").fits
+
+
+def test_a_node_s_own_memory_is_part_of_the_answer(folder: Path) -> None:
+    big = changed(base_model="meta-llama/Llama-2-70b-hf", gradient_checkpointing=True, **QLORA | FSDP)
+    parameters = shape_of("llama-2-70b").parameters
+    whole = check(big | {"fsdp_config": FSDP["fsdp_config"] | {"cpu_ram_efficient_loading": False}}, gpus="2x24GiB")
+    assert whole.memory.peak_phase == "loading" and whole.memory.peak > 34 * 2**30 and not whole.fits
+    assert whole.host.loading == 2 * 2 * parameters
+    sharded = check(big | {"fsdp_config": FSDP["fsdp_config"] | {"cpu_ram_efficient_loading": True}}, gpus="2x24GiB")
+    assert sharded.memory.peak_phase != "loading" and sharded.memory.peak < 24 * 2**30
+    assert f"{4 * parameters / 2**30:.2f} GiB" in str(whole)
 
 
 def test_rows_and_steps_of_packed_capped_and_mixed_data(folder: Path) -> None:

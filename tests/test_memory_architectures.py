@@ -256,9 +256,17 @@ def test_hub_names_in_any_writing_and_from_the_cache(tmp_path, monkeypatch) -> N
 def test_what_is_no_model_is_refused(tmp_path) -> None:
     files = {"no.json": "{", "list.json": "[1]", "none.json": "{}", "rwkv.json": '{"model_type": "rwkv"}'}
     files["half.json"] = '{"model_type": "llama", "hidden_size": 64}'
+    files["word.json"] = json.dumps(configuration("llama").to_dict() | {"head_dim": None, "num_attention_heads": "8"})
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    expected = {"no.json": "JSON", "list.json": "object", "none.json": "''", "rwkv.json": "'rwkv'", "half.json": "num_"}
+    expected = {
+        "no.json": "JSON",
+        "list.json": "object",
+        "none.json": "''",
+        "rwkv.json": "'rwkv'",
+        "half.json": "num_",
+        "word.json": "no number",
+    }
     cases = [(tmp_path / name, fragment) for name, fragment in expected.items()]
     cases += [(tmp_path, "config.json"), (tmp_path / "gone", "gone"), ("org/no-such-model", "org/no-such-model")]
     cases += [("me/tiny", "me/tiny"), ("qwen3-30b", "qwen3-30b-a3b"), ("llama-3.1-9b", "llama-3.1-8b")]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.memory import estimate
+from course_lib.memory import PRESETS, estimate
 from course_lib.memory.fitting import largest_micro_batch, longest_sequence
 from course_tools.__main__ import main
 from course_tools.planning.memory_command import CATEGORIES, options
@@ -39,6 +39,19 @@ def test_json_is_the_estimate_and_what_fits_the_card(capsys: pytest.CaptureFixtu
     assert json.loads(printed(capsys, [*QLORA, "--json"]))["card"] is None
 
 
+def test_the_host_and_what_is_not_counted_are_part_of_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["memory", "--model", "llama-2-70b", "--strategy", "zero3", "--ranks", "8", "--offload", "all"]
+    result = json.loads(printed(capsys, [*argv, "--loading", "whole", "--host-memory", "1TiB", "--json"]))
+    parameters = PRESETS["llama-2-70b"].parameters
+    assert result["host"] == {"loading": 8 * 2 * parameters, "training": 18 * parameters, "memory": 2**40}
+    assert "does not fit" in printed(capsys, [*argv, "--host-memory", "1TiB"]).splitlines()[-1]
+    assert "fits" == printed(capsys, [*argv, "--host-memory", "1.5TiB"]).split()[-1]
+    mixture = ["memory", "--model", "qwen3-30b-a3b", "--method", "lora", "--card", "h200", "--json"]
+    result = json.loads(printed(capsys, mixture))
+    assert result["uncounted"] and result["card"]["fits"] is None  # PEFT may adapt its experts, too
+    assert result["active_parameters"] == PRESETS["qwen3-30b-a3b"].active_parameters
+
+
 def test_the_table_has_the_estimates_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, QLORA).splitlines()
     need = estimate("llama-3.1-8b", method="qlora", activation_checkpointing="full")
@@ -61,6 +74,13 @@ def test_bad_input_ends_with_one_sentence_and_code_2(capsys: pytest.CaptureFixtu
         (["--model", "tiny", "--card", "t4"], "t4"),
         (["--model", "tiny", "--lora", "8"], "--lora 8"),  # no abbreviations
         (["--model", "layers=2,hidden"], "hidden"),
+        (["--model", "tiny", "--host-memory", "64"], "'64'"),
+        (["--model", "tiny", "--per-node", "0"], "per_node=0"),
+        (["--model", "tiny", "--method", "lora", "--eval-micro-batch-size", "-1"], "eval_micro_batch_size=-1"),
+        (["--model", "tiny", "--transformers", "3"], "transformers=3"),
+        (["--model", "tiny", "--train-embeddings"], "train_embeddings"),
+        (["--model", "tiny", "--optimizer-in-backward", "--num-microbatches", "2"], "num_microbatches=1"),
+        (["--model", "tiny", "--optimizer-in-backward", "--strategy", "ddp", "--ranks", "2"], "optimizer_in_backward"),
     ]:
         code, output = main(["memory", *argv]), capsys.readouterr()
         assert (code, output.out, output.err.count("\n")) == (2, "", 1), argv

@@ -67,7 +67,9 @@ def test_axolotl_s_yaml_is_the_plan() -> None:
     assert result["deepspeed"]["zero_optimization"]["stage"] == 2
     assert result["deepspeed"]["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     tensor = yaml.safe_load(text_of(a_plan("fsdp", tp=4, dp=2, **LLAMA | {"on": "8xh100-80gb"}), "axolotl"))
-    assert tensor["tensor_parallel_size"] == 4 and tensor["fsdp_config"]["offload_params"] is False
+    assert (
+        tensor["tensor_parallel_size"] == 4 and "fsdp_config" not in tensor
+    )  # transformers shards by itself beside it
     report = check(tensor, gpus="8xh100-80gb")
     assert report.batch.global_batch == 8 and not report.errors
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from megatron_on_cpu import megatron_core, needs_megatron
 from parity import Runs, assert_same_training, one_rank
 
-from course_lib.launch import launch
+from course_lib.choices import why_not_tensor_parallel
+from course_lib.launch import RankFailed, launch
 from course_lib.memory import shape_of
 from course_lib.models import tiny_llama
 from course_lib.observe import record_collectives
@@ -43,6 +44,15 @@ def test_a_rank_holds_half_of_the_blocks_matrices(runs):
     matrices = sum(p.numel() for p in model.model.layers.parameters() if p.dim() > 1)
     whole = sum(p.numel() for p in model.parameters())
     assert {o.extra["local_elements"] for o in runs.outcomes(2, "one f")} == {whole - matrices // 2}
+
+
+def test_more_ranks_than_kv_heads_are_refused_by_the_tools_own_sentence(runs, private_tmp):
+    shape = shape_of(tiny_llama(device="meta").config)
+    assert shape.kv_heads == 2 == len(runs.outcomes(2, "one f"))  # as many ranks as kv heads train
+    with pytest.raises(RankFailed) as failed:
+        launch(train, **SIZES, ranks=4, quiet=True, timeout=120)
+    refusal = (failed.value.cause_type, failed.value.cause_message)
+    assert refusal == ("ValueError", why_not_tensor_parallel(shape, 4))
 
 
 def test_all_reduces_are_those_of_the_formula_and_more_where_each_matrix_has_its_own_f(runs):

@@ -18,7 +18,7 @@ MODELLED = (
     ("fp16-mixed", "pp", "PyTorch's loss scaler looks at the gradients of one stage alone."),
     ("adamw_bf16", "single ddp fsdp tp pp", "PyTorch steps fp32 weights with bf16 moments on CUDA alone."),
     ("adamw8bit", "fsdp tp", "The 8-bit AdamW for DTensors is torchao's, which the course does not install."),
-    ("paged_adamw8bit", "single ddp zero1 zero2 zero3 tp pp", "On a CPU nothing is paged: it would be adamw8bit."),
+    ("paged_adamw8bit", "single ddp zero1 zero2 zero3 pp", "On a CPU nothing is paged: it would be adamw8bit."),
 )
 
 

@@ -42,6 +42,27 @@ NAMES = {  # one thing, several names: GPT-2's, and those of the mixtures
     "max_position_embeddings": ("n_positions",),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
 }
+BLOCK_CLASSES = {  # in transformers
+    "llama": "LlamaDecoderLayer",
+    "mistral": "MistralDecoderLayer",
+    "mixtral": "MixtralDecoderLayer",
+    "qwen2": "Qwen2DecoderLayer",
+    "qwen3": "Qwen3DecoderLayer",
+    "qwen3_moe": "Qwen3MoeDecoderLayer",
+    "deepseek_v3": "DeepseekV3DecoderLayer",
+    "gpt_oss": "GptOssDecoderLayer",
+    "llama4_text": "Llama4TextDecoderLayer",
+    "gemma": "GemmaDecoderLayer",
+    "gemma2": "Gemma2DecoderLayer",
+    "gemma3_text": "Gemma3DecoderLayer",
+    "phi3": "Phi3DecoderLayer",
+    "glm4": "Glm4DecoderLayer",
+    "olmo2": "Olmo2DecoderLayer",
+    "granite": "GraniteDecoderLayer",
+    "smollm3": "SmolLM3DecoderLayer",
+    "starcoder2": "Starcoder2DecoderLayer",
+    "gpt2": "GPT2Block",
+}
 INSIDE = {"gemma3": "gemma3_text", "llama4": "llama4_text"}  # models of text and images, with the text's part inside
 
 
@@ -79,7 +100,13 @@ def read_config(values: Mapping[str, Any], name: str = "") -> Shape:
         raise ValueError(
             f"model_type {kind!r} is not known here: the nearest are {', '.join(near)}; widths will do too."
         )
-    c = _Config(values, kind)
+    try:
+        return _shape(_Config(values, kind), kind, name)
+    except TypeError as error:
+        raise ValueError(f"This {kind} configuration has a width that is no number: {error}.") from None
+
+
+def _shape(c: _Config, kind: str, name: str) -> Shape:
     heads, hidden, layers = c["num_attention_heads"], c["hidden_size"], c["num_hidden_layers"]
     bias = c.flag("attention_bias") and kind not in ("mistral", "mixtral", "phi3")
     all_biases = kind == "gpt2" or c.flag("use_bias")
@@ -111,6 +138,7 @@ def read_config(values: Mapping[str, Any], name: str = "") -> Shape:
         positions=c["max_position_embeddings"] if kind == "gpt2" else 0,
         experts=_experts(c, layers),
         latent=latent,
+        kind=kind,
         name=name or kind,
     )
 

@@ -66,7 +66,7 @@ class Numerics:
         rotary: queries and keys turn with the position. fused: they are one matrix's output, with the values.
         train_embeddings: embedding and output layer are trained beside LoRA's factors.
         loss: "eager"; "chunked", the cross-entropy of an eighth of the tokens at a time; "fused", with the output layer.
-        compiled: by torch.compile: element-wise operations are fused, and what is cheap is computed again in backward.
+        compiled: by torch.compile: what is element-wise runs in one kernel, whose inputs are kept; matrix products keep theirs.
         shifted_logits: the loss copies the logits without their last row (transformers 4).
     """
 
@@ -106,13 +106,6 @@ class _Writer:
         self.n = numerics
         self.tape = Tape()
         self.bytes: dict[Tensor, int] = {}
-        self.cheap: set[Tensor] = set()  # what torch.compile computes again in backward instead of keeping it
-
-    def cheap_op(self, name: str, inputs: list[Tensor], symbol: str, each: int, **options) -> Tensor:
-        out = self.op(name, inputs, symbol, each, **options)
-        if self.n.compiled:
-            self.cheap.add(out)
-        return out
 
     def op(self, name: str, inputs: list[Tensor], symbol: str, each: int, **options) -> Tensor:
         out = self.tape.op(name, inputs, {symbol: each}, **options)
@@ -128,11 +121,11 @@ class _Writer:
         if self.n.layer_norm and rows == "N":
             grad = {weight: 2 * self.n.stored} if train else {}
             rstd = self.tape.op("mean, rstd", [], {rows: 8})
-            return self.cheap_op("layer norm", [x], symbol, each, saved=[x, rstd], weight_grad=grad)
+            return self.op("layer norm", [x], symbol, each, saved=[x, rstd], weight_grad=grad)
         if self.n.compiled:
             rstd = self.tape.op("rstd", [], {rows: 4})
             grad = {weight: self.n.stored} if train else {}
-            return self.cheap_op("norm", [x], symbol, each, saved=[x, rstd], weight_grad=grad)
+            return self.op("norm", [x], symbol, each, saved=[x, rstd], weight_grad=grad)
         wide = self.cast(x, symbol, 4)
         square = self.op("pow", [wide], symbol, 4, saved=[wide], backward_temporary={symbol: 8})
         rstd = self.op("rsqrt", [square], rows, 4, saves_out=True)
@@ -162,12 +155,7 @@ class _Writer:
         gradients are gone; the copies of the weights themselves are counted once for all, by `resident`."""
         n = self.n
         if not n.autocast:
-            again = x.size if x in self.cheap else {}
-            saved = [] if x in self.cheap else [x]
-            grad = {weight: n.stored}
-            return self.op(
-                name, [x], wide_out, n.compute, saved=saved, weight_grad=grad, backward_temporary=again, kept=True
-            )
+            return self.op(name, [x], wide_out, n.compute, saved=[x], weight_grad={weight: n.stored}, kept=True)
         copy = self.tape.op(f"{name}'s weight in 16 bits", [], {}, weight_grad={weight: n.stored})
         copy.gradient = {weight: n.compute}
         return self.op(name, [x, copy], wide_out, n.compute, saved=[x], kept=True)
@@ -277,7 +265,7 @@ class _Writer:
         gated = self.linear(x, gate)
         if self.n.compiled:
             upper = self.linear(x, up)
-            product = self.cheap_op("silu(gate) x up", [gated, upper], width, c, saved=[gated, upper])
+            product = self.op("silu(gate) x up", [gated, upper], width, c, saved=[gated, upper])
             return self.held_until_here(self.linear(product, down), [x])
         active = self.op("silu", [gated], width, c, saved=[gated])
         upper = self.linear(x, up)

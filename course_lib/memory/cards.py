@@ -57,8 +57,15 @@ CARDS: dict[str, Card] = {
 }
 
 
-def amount(text: str) -> int:
-    """Bytes behind 24GiB, 24GB or 1.5TiB; 0 where the text is none of these."""
+def read_memory(text: str) -> int:
+    """Bytes behind 24GiB, 24GB or 1.5TiB. Raises ValueError for anything else."""
+    if memory := _amount(text):
+        return memory
+    raise ValueError(f"{text!r} is no amount of memory: write 64GiB, 512GB or 2TiB.")
+
+
+def _amount(text: str) -> int:
+    """As `read_memory`; 0 where the text is no amount."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([gt])(i?)b", text.strip().lower().replace(" ", ""))
     if not found:
         return 0
@@ -75,7 +82,7 @@ def card(name: str | Card) -> Card:
     key = name.strip().lower().replace(" ", "")
     if key in CARDS:
         return CARDS[key]
-    if memory := amount(key):
+    if memory := _amount(key):
         return Card(name.strip(), memory, True, 0.0, 0.0)
     near = did_you_mean(key, CARDS, most=3, cutoff=0.3) or ["t4", "a100-80gb", "h100-80gb"]
     raise ValueError(

@@ -141,6 +141,21 @@ def _with_loading(step: Breakdown, shape: Shape, settings: RunSettings) -> Break
     return replace(step, phases=phases, peak=whole, peak_phase="loading", at_peak=parts)
 
 
+def uncounted(shape: Shape, settings: RunSettings) -> tuple[str, ...]:
+    """Sentences about what these settings can need beyond the estimate; none where all is counted."""
+    found = []
+    if shape.experts and settings.method != "full" and not shape.experts.bias and not shape.experts.rows:
+        found.append(
+            "Adapters are counted beside linear layers. PEFT's all-linear adapts the experts, too, and makes a copy of their "
+            "weights for it: name attention's matrices as target_modules."
+        )
+    if shape.experts and settings.expert_parallel > 1:
+        found.append("The router is taken to be fair; a rank whose experts are liked best gets more tokens.")
+    if shape.experts and settings.compile:
+        found.append("Compiled blocks are known here of plain models, not of mixtures of experts.")
+    return tuple(found)
+
+
 def in_flight(stages: int, num_microbatches: int, virtual_stages: int, first: bool) -> float:
     """Micro-batches whose activations the first or the last pipeline rank holds at a time, under (interleaved) 1F1B.
 

@@ -71,7 +71,9 @@ class RunSettings(NamedTuple):
 
 _CHOICES = RunSettings._fields.index("ranks")  # fields before it depend neither on sizes nor on ranks
 _COUNTS = [
-    name for name in RunSettings._fields[_CHOICES:] if name not in ("sequence_parallel", "eval_micro_batch_size", "loading")
+    name
+    for name in RunSettings._fields[_CHOICES:]
+    if name not in ("sequence_parallel", "eval_micro_batch_size", "loading")
 ]
 
 
@@ -201,6 +203,7 @@ def check_sizes(shape: Shape, settings: RunSettings) -> None:
     _check_split(
         shape,
         settings.method,
+        settings.optimizer,
         settings.strategy,
         settings.offload,
         settings.ranks,
@@ -214,13 +217,13 @@ def check_sizes(shape: Shape, settings: RunSettings) -> None:
 
 @lru_cache(maxsize=4096)
 def _check_split(
-    shape: Shape, method: str, strategy: str, offload: str, ranks: int, t: int, p: int, experts: int
+    shape: Shape, method: str, optimizer: str, strategy: str, offload: str, ranks: int, t: int, p: int, experts: int
 ) -> None:
     if reason := why_not_tensor_parallel(shape, t):
         raise ValueError(f"{shape.name}: {reason}")
     if p > shape.layers:
         raise ValueError(f"{shape.name} has {shape.layers} layers: too few for pipeline_parallel={p} stages.")
-    check_combination(method=method, strategy=strategy, offload=offload, ranks=ranks, tp=t, pp=p)
+    check_combination(method=method, optimizer=optimizer, strategy=strategy, offload=offload, ranks=ranks, tp=t, pp=p)
     if reason := why_not_expert_parallel(shape.experts.number if shape.experts else 0, experts, strategy, ranks):
         raise ValueError(f"{shape.name}: {reason}")
 

@@ -80,7 +80,7 @@ class Shape:
         softcap: logits and attention's scores go through a tanh (Gemma 2).
         positions: length of a learned table of positions; 0: rotary positions, no parameters.
         experts, latent: of a mixture of experts; of DeepSeek's attention.
-        name: for tables and messages.
+        kind: transformers' model_type; "" for widths alone. name: for tables and messages.
     """
 
     layers: int
@@ -107,6 +107,7 @@ class Shape:
     positions: int = 0
     experts: Experts | None = None
     latent: Latent | None = None
+    kind: str = ""
     name: str = "a model"
 
     def __post_init__(self) -> None:

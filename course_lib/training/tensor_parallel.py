@@ -7,7 +7,6 @@ embedding and head stay whole on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,28 +20,30 @@ from torch.distributed.tensor.parallel import (
 )
 
 from course_lib.launch import rank_device
+from course_lib.memory import shape_of
 from course_lib.models import tiny_llama
 from course_lib.models.data import sample_batch
 from course_lib.observe import observe
+from course_lib.parallel import traffic
 from course_lib.training.command_line import run
 from course_lib.training.outcome import Outcome, outcome
 
 
-def split(blocks: list[Any], mesh: DeviceMesh, one_f: bool = True) -> None:
-    """Split Llama's blocks in place over the ranks of a mesh of one dimension, which must divide the key-value heads.
+def split(blocks: torch.nn.ModuleList, mesh: DeviceMesh, one_f: bool = True) -> None:
+    """Split Llama's blocks in place over the ranks of a mesh of one dimension.
 
     Args:
         one_f: False leaves every matrix its own f: one all-reduce in backward for each of q, k and v, of gate and up.
     """
+    traffic.check_tensor_parallel(shape_of(blocks[0].self_attn.config), mesh.size())  # or raises
     column, row, whole = ColwiseParallel(), RowwiseParallel(), Replicate()
-    plan = {f"self_attn.{name}_proj": column for name in "qkv"} | {"self_attn.o_proj": row}
-    plan |= {"mlp.gate_proj": column, "mlp.up_proj": column, "mlp.down_proj": row}
+    plan = {f"*.self_attn.{name}_proj": column for name in "qkv"} | {"*.self_attn.o_proj": row}
+    plan |= {"*.mlp.gate_proj": column, "*.mlp.up_proj": column, "*.mlp.down_proj": row}
     if one_f:  # the input becomes a DTensor once, for all the matrices that read it
         keyword = {"hidden_states": whole}  # as transformers passes it to attention; to the MLP by position
-        plan["self_attn"] = PrepareModuleInput(input_kwarg_layouts=keyword, desired_input_kwarg_layouts=keyword)
-        plan["mlp"] = PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)
-    for block in blocks:
-        parallelize_module(block, mesh, plan)
+        plan["*.self_attn"] = PrepareModuleInput(input_kwarg_layouts=keyword, desired_input_kwarg_layouts=keyword)
+        plan["*.mlp"] = PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)
+    parallelize_module(blocks, mesh, plan)
 
 
 def train(split: Callable[..., None] = split, steps: int = 20, global_batch: int = 8, seq_len: int = 128) -> Outcome:

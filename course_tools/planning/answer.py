@@ -69,6 +69,7 @@ class Plan(Settings):
 
     Attributes:
         memory: of the fullest GPU, `course_lib.memory.Breakdown`; with virtual stages its peak has what interleaving adds.
+        host: bytes of a machine's own memory, while the model is loaded or for what is offloaded.
         step_seconds: of one optimizer step. parts: its seconds by name; they add up to it.
         mfu: share of the card's peak that the model's own FLOPs make up, by MFU_DEFINITION.
         days: for `tokens`; None where no tokens were given.
@@ -78,6 +79,7 @@ class Plan(Settings):
     """
 
     memory: Breakdown = field(kw_only=True)
+    host: int = field(kw_only=True)
     step_seconds: float = field(kw_only=True)
     parts: dict[str, float] = field(kw_only=True)
     mfu: float = field(kw_only=True)

@@ -40,6 +40,7 @@ class Machines:
         card: with its speed; of one known by its memory alone see `note`. A rank on a CPU is a card called "cpu".
         inner: link of a GPU inside its node. outer: one network link of a node. outer_links: how many a node has.
         host_memory: bytes of a node's own memory, where offloaded states go.
+        host_assumed: that memory is a guess by the cards.
         note: what was assumed, a sentence, or "".
     """
 
@@ -51,6 +52,7 @@ class Machines:
     outer_links: int
     host_memory: int
     note: str = ""
+    host_assumed: bool = True
 
     @property
     def gpus(self) -> int:
@@ -100,6 +102,8 @@ def machines(
         if value is not None:
             check_counts(**{name: value})
             changed[name] = value
+    if host_memory is not None:
+        changed["host_assumed"] = False
     return replace(found, **changed) if changed else found
 
 

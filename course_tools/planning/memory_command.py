@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from course_lib.choices import CHOICES
-from course_lib.memory import Breakdown, Shape, card, estimate
+from course_lib.memory import Breakdown, Host, Shape, card, estimate, host_memory
+from course_lib.memory.cards import read_memory
+from course_lib.memory.estimate import uncounted
 from course_lib.memory.fitting import largest_micro_batch, longest_sequence
 from course_lib.memory.presets import written_shape
+from course_lib.memory.settings import RunSettings
 from course_lib.units import GIB
+from course_lib.validation import check_counts
 from course_tools.command_line import ArgumentParser, print_json, reports_errors
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
@@ -29,7 +33,7 @@ def parser() -> ArgumentParser:
         "--model",
         required=True,
         metavar="NAME",
-        help="llama-3.1-8b, ..., or widths: layers=2,hidden=64,heads=4,vocab=256",
+        help="llama-3.1-8b, a name on the hub, a folder with config.json, or widths: layers=2,hidden=64,heads=4,vocab=256",
     )
     for name, setting in options().items():
         flag, default = "--" + name.replace("_", "-"), setting.default
@@ -42,6 +46,8 @@ def parser() -> ArgumentParser:
         else:
             choices = ", ".join(CHOICES[name])
             made.add_argument(flag, default=default, metavar="X", help=f"{choices}; default {default}")
+    made.add_argument("--per-node", type=int, default=8, metavar="N", help="GPUs of a machine, at most; default 8")
+    made.add_argument("--host-memory", metavar="SIZE", help="64GiB: a machine's own memory; say whether that does")
     made.add_argument("--json", action="store_true", help="bytes, as JSON")
     return made
 
@@ -51,12 +57,22 @@ def main(argv: Sequence[str]) -> int:
     """Print one estimate. Returns 0, or 2 after one sentence on stderr when the input means nothing."""
     given = vars(parser().parse_args(argv))
     as_json, model = given.pop("json"), written_shape(given.pop("model"))
+    per_node, has = given.pop("per_node"), given.pop("host_memory")
+    check_counts(per_node=per_node)
+    has = None if has is None else read_memory(has)
     need = estimate(model, **given)
+    settings = RunSettings(**{name: value for name, value in given.items() if name != "card"})
+    host = host_memory(model, settings, per_node)
     room = None if given["card"] is None else _room(model, need, given)
+    missing = uncounted(model, settings)
+    if room and room["fits"] and missing:
+        room["fits"] = None  # nobody knows
     if as_json:
-        print_json({"model": model.name, "settings": given} | need.as_dict() | {"card": room})
+        hosts = {"loading": host.loading, "training": host.training, "memory": has}
+        answer = {"model": model.name, "active_parameters": model.active_parameters, "settings": given} | need.as_dict()
+        print_json(answer | {"card": room, "host": hosts, "uncounted": missing})
     else:
-        print(table(model, need, given, room))
+        print("\n".join([*table(model, need, given, room), *_host_lines(host, has), *_missing_lines(missing)]))
     return 0
 
 
@@ -74,12 +90,26 @@ def _room(model: Shape, need: Breakdown, given: dict[str, Any]) -> dict[str, Any
     }
 
 
-def table(model: Shape, need: Breakdown, given: dict[str, Any], room: dict[str, Any] | None) -> str:
+def _host_lines(host: Host, has: int | None) -> list[str]:
+    lines = ["", "memory of a machine, its processes and the data apart"]
+    lines += [_line("while the model is loaded", host.loading), _line("offloaded", host.training)]
+    if has is not None:
+        fits = "fits" if host.peak <= has else f"does not fit: {(host.peak - has) / GIB:.2f} GiB too much"
+        lines.append(f"{has / GIB:.1f} GiB: {fits}")
+    return lines
+
+
+def _missing_lines(missing: tuple[str, ...]) -> list[str]:
+    return ["", "not counted", *(f"  {sentence}" for sentence in missing)] if missing else []
+
+
+def table(model: Shape, need: Breakdown, given: dict[str, Any], room: dict[str, Any] | None) -> list[str]:
     """The estimate for a reader: what lies where, when it is worst, and whether it fits."""
     usual = {name: one.default for name, one in options().items()}
     chosen = [f"{name}={value}" for name, value in given.items() if value != usual[name] and name != "card"]
+    active = f" ({model.active_parameters:,} for each token)" if model.experts else ""
     lines = [
-        f"{model.name}: {need.num_parameters:,} parameters, {need.num_trainable:,} of them trained on this GPU",
+        f"{model.name}: {need.num_parameters:,} parameters{active}, {need.num_trainable:,} of them trained on this GPU",
         f"settings: {', '.join(chosen) or 'all as usual'}",
         "",
         f"{'':30}{'bytes':>20}{'GiB':>10}",
@@ -93,14 +123,16 @@ def table(model: Shape, need: Breakdown, given: dict[str, Any], room: dict[str, 
         _line("a card must have", need.device),
     ]
     if room is not None:
-        verdict = "fits" if room["fits"] else f"does not fit: {(need.device - room['memory']) / GIB:.2f} GiB too much"
+        verdict = "fits" if room["fits"] else "what is counted fits, and not all is counted"
+        if room["fits"] is False:
+            verdict = f"does not fit: {(need.device - room['memory']) / GIB:.2f} GiB too much"
         lines += [
             "",
             f"{room['name']} ({room['memory'] / GIB:.1f} GiB): {verdict}",
             f"  largest micro-batch at this length: {room['largest_micro_batch']:,}",
             f"  longest sequence at this micro-batch: {room['longest_sequence']:,} tokens",
         ]
-    return "\n".join(lines)
+    return lines
 
 
 def _line(name: str, count: int, mark: str = "") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from course_lib.choices import METHODS, PRECISIONS, STRATEGIES
-from course_lib.memory import Shape
+from course_lib.memory.cards import read_memory
 from course_lib.memory.presets import written_shape
 from course_lib.units import GIB
 from course_lib.validation import pick
@@ -19,15 +20,16 @@ from course_tools.planning import Answer, NoPlan, Plan, Settings, plan
 from course_tools.planning.answer import words
 from course_tools.planning.files import TARGETS, targets_of, why_not, write
 from course_tools.planning.files.facts import seconds
+from course_tools.planning.machines import machines
 
 LONG = (
     32_768  # tokens: between 8,192, which Llama 3 405B trained unsplit, and 131,072, split over 16 (arXiv:2407.21783)
 )
 AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)([kmbt]?)", re.IGNORECASE)
 THOUSANDS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-HEADER = ("#", "method", "strategy", "grid", "micro-batch", "besides", "GiB", "a step", "MFU", "days")
+HEADER = ("#", "method", "strategy", "grid", "micro-batch", "besides", "GiB", "host GiB", "a step", "MFU", "days")
 BOLD, DIM = "1", "2"
-NUMBERS = ("#", "GiB", "a step", "MFU", "days")  # set to the right
+NUMBERS = ("#", "GiB", "host GiB", "a step", "MFU", "days")  # set to the right
 
 
 def parser() -> ArgumentParser:
@@ -41,11 +43,12 @@ def parser() -> ArgumentParser:
         "--model",
         required=True,
         metavar="NAME",
-        help="llama-3.1-8b, ..., or widths: layers=2,hidden=64,heads=4,vocab=256",
+        help="llama-3.1-8b, a name on the hub, a folder with config.json, or widths: layers=2,hidden=64,heads=4,vocab=256",
     )
     add(
         "--gpus", required=True, metavar="N x CARD", help="2x24GiB, 8xa100-80gb, 2x8xh100-80gb (2 machines of 8), 2xcpu"
     )
+    add("--host-memory", metavar="SIZE", help="a machine's own memory, 64GiB; default 4 times its cards' memory")
     add("--global-batch", type=int, default=32, metavar="N", help="sequences in an optimizer step; default 32")
     add("--seq-len", type=int, default=2048, metavar="N", help="tokens a sequence; default 2,048")
     add("--tokens", metavar="N", help="of the whole training, such as 300M or 15e12: the plans then say days")
@@ -72,7 +75,12 @@ def main(argv: Sequence[str]) -> int:
     if given.write is not None:
         pick("--write", given.write, TARGETS)
     try:
-        answer = plan(_model(given.model), given.gpus, **_question(given))
+        host = None if given.host_memory is None else read_memory(given.host_memory)
+        on = machines(given.gpus, host_memory=host)
+        given.base_model = given.base_model or (
+            given.model if "/" in given.model or os.path.exists(given.model) else None
+        )
+        answer = plan(written_shape(given.model), on, **_question(given))
         written = _written(answer, given) if given.write else []
     except NoPlan as nothing:
         print_json(_nothing(nothing)) if given.json else print(nothing, file=sys.stderr)
@@ -113,21 +121,19 @@ def _amount(text: str | None) -> float | None:
     return float(found[1]) * THOUSANDS[found[2].lower()]
 
 
-def _model(text: str) -> str | Shape:
-    """A name, for the planner to look up, or the shape of widths written as layers=2,hidden=64,..."""
-    return written_shape(text) if "=" in text else text
-
-
 def table(answer: Answer) -> str:
     """The plans for a reader: what each is, what it needs and takes, and the first that did not fit."""
     best = answer.best
     room = best.machines.card.memory / GIB
     rows = [_row(number, one) for number, one in enumerate(answer.plans, 1)]
-    shown = [i for i, name in enumerate(HEADER) if name not in ("days", "besides") or any(row[i] for row in rows)]
+    shown = [
+        i for i, name in enumerate(HEADER) if name not in ("days", "besides", "host GiB") or any(row[i] for row in rows)
+    ]
     widths = {i: max(len(line[i]) for line in (HEADER, *rows)) for i in shown}
     lines = [
         f"{best.model.name}, {best.model.parameters / 1e9:,.3g} billion parameters, on {best.machines} "
-        f"({room:,.1f} GiB each)",
+        f"({room:,.1f} GiB each, {best.machines.host_memory / GIB:,.0f} GiB a machine"
+        f"{', assumed' if best.machines.host_assumed else ''})",
         f"a step: {best.global_batch:,} sequences of {best.seq_len:,} tokens, {best.precision}",
         *([answer.note] if answer.note else []),
         "",
@@ -157,6 +163,7 @@ def _row(number: int, one: Plan) -> tuple[str, ...]:
         f"{one.micro_batch_size} x {one.num_microbatches}",
         ", ".join(filter(None, besides)),
         f"{one.memory_bytes / GIB:,.1f}",
+        f"{one.host / GIB:,.1f}" if one.host else "",
         seconds(one.step_seconds),
         f"{one.mfu:.1%}",
         "" if one.days is None else f"{one.days:,.3g}",
@@ -239,6 +246,7 @@ def as_dict(answer: Answer) -> dict[str, Any]:
             | {
                 "memory_bytes": one.memory_bytes,
                 "memory": one.memory.as_dict(),
+                "host_bytes": one.host,
                 "step_seconds": one.step_seconds,
                 "parts": one.parts,
                 "mfu": one.mfu,

@@ -49,8 +49,8 @@ def refusal(asked: Question, chosen: Settings, need: Needs) -> Refusal:
         (need.host, asked.machines.host_memory) if host else (need.memory.device, asked.machines.card.memory)
     )
     if host:
-        why = "what is offloaded from all GPUs of a node"
-        where = f"a node's memory of {has / GIB:,.0f} GiB (assumed)"
+        why = "the model on its way to the cards, or what they offload"
+        where = f"a node's memory of {has / GIB:,.0f} GiB{' (assumed)' if asked.machines.host_assumed else ''}"
     else:
         parts = dict(need.memory.at_peak)
         parts["buckets, gathered weights and gradients not yet reduced"] = parts.pop("temporaries")

@@ -182,6 +182,7 @@ def made_plan(asked: Question, chosen: Settings, need: Needs, parts: dict[str, f
     return Plan(
         **{name: getattr(chosen, name) for name in Settings.__dataclass_fields__},
         memory=need.memory,
+        host=need.host,
         step_seconds=seconds,
         parts=parts,
         mfu=rate / card.peak_flops,

@@ -78,6 +78,7 @@ def check(
         holders=() if split else tuple(holders(settings, prediction.memory, offload)),
         memory=prediction.memory,
         memory_unknown=prediction.reason,
+        host=prediction.host,
         fits=prediction.fits,
         largest=prediction.largest,
         caveats=prediction.caveats,

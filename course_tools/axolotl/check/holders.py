@@ -66,7 +66,7 @@ def holders(settings: Settings, memory: Breakdown | None, offload: str = "none")
             Holder(
                 what,
                 cut * (ranks if stage >= least else 1),
-                None if memory is None else getattr(memory, what),
+                None if memory is None or host else getattr(memory, what),
                 "host" if host else "GPU",
             )
         )

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from course_lib.memory import Breakdown, Shape, estimate, largest_micro_batch, shape_of
+from course_lib.memory import Breakdown, Host, Shape, estimate, host_memory, largest_micro_batch, shape_of
+from course_lib.memory.settings import RunSettings
 from course_tools.axolotl.check.settings import Settings
 
-# What a config.json may leave out, as transformers fills it in.
-LEFT_OUT = {
-    "tie_word_embeddings": False,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "intermediate_size": None,
-    "max_position_embeddings": 1024,
-}
-GPT2 = {
-    "n_layer": "num_hidden_layers",
-    "n_embd": "hidden_size",
-    "n_head": "num_attention_heads",
-    "n_positions": "max_position_embeddings",
-}
 OPTIMIZERS = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
@@ -36,13 +18,14 @@ OPTIMIZERS = {
     "paged_adamw_8bit": "paged_adamw8bit",
     "sgd": "sgd",
 }
-LESS = (
-    "liger_fused_linear_cross_entropy",
-    "cut_cross_entropy",
-    "chunked_cross_entropy",
-    "tiled_mlp",
-    "activation_offloading",
-)
+MOST_PER_NODE = 8  # where no machines are told
+LOSSES = {
+    "liger_fused_linear_cross_entropy": "fused",
+    "cut_cross_entropy": "fused",
+    "chunked_cross_entropy": "chunked",
+}
+LESS = ("tiled_mlp", "activation_offloading")
+EMBEDDINGS = ("embed_tokens", "lm_head", "wte")
 
 
 class Prediction(NamedTuple):
@@ -52,8 +35,10 @@ class Prediction(NamedTuple):
         memory: what lies there; None with `reason`, in a sentence.
         shape: the model's; None where it is unknown.
         extra: bytes beside `memory` that Axolotl's own ways cost (see `fp32_outer`); the verdict counts them.
+        host: of a machine's own memory.
         fits: whether the card holds it; None without a card.
-        largest: the largest micro_batch_size that the card holds, everything else as it is; None where not asked.
+        largest: the largest micro_batch_size, or eval_batch_size where evaluation is the peak, that the card holds,
+            everything else as it is; None where not asked.
         certain: the loss and the lengths are known, or what a single token needs is too much already.
         caveats: what the estimate does not see, in a sentence each.
     """
@@ -62,6 +47,7 @@ class Prediction(NamedTuple):
     reason: str = ""
     shape: Shape | None = None
     extra: int = 0
+    host: Host | None = None
     fits: bool | None = None
     largest: int | None = None
     certain: bool = True
@@ -78,24 +64,41 @@ def predict(settings: Settings) -> Prediction:
     micro, extra = settings.number("micro_batch_size"), fp32_outer(settings, shape, chosen)
     try:
         memory = estimate(shape, micro_batch_size=micro, **chosen)
+        per_node = settings.cluster.per_node if settings.cluster else MOST_PER_NODE
+        host = host_memory(shape, RunSettings(**chosen), per_node)
         fits = largest = None
         certain = True
         if settings.cluster and settings.cluster.card:
             room = settings.cluster.card.memory - extra
             fits = memory.fits(room)
             if not fits:
-                largest = largest_micro_batch(shape, room, **chosen) if room > 0 else 0
-                least = estimate(shape, micro_batch_size=1, **(chosen | {"seq_len": settings.context_parallel}))
+                alone = estimate(shape, micro_batch_size=micro, **chosen | {"eval_micro_batch_size": 0})
+                memory = memory if alone.fits(room) else alone  # what training itself lacks comes first
+                largest = _largest(shape, memory, micro, chosen, room)
+                shortest = {"seq_len": settings.context_parallel, "eval_micro_batch_size": 0}
+                least = estimate(shape, micro_batch_size=1, **chosen | shortest)
                 certain = _loss_and_lengths_known(settings) or not least.fits(room)
     except ValueError as error:
         return Prediction(None, str(error), shape)
-    return Prediction(memory, "", shape, extra, fits, largest, certain, tuple(_caveats(settings, extra)))
+    return Prediction(memory, "", shape, extra, host, fits, largest, certain, tuple(_caveats(settings, extra)))
+
+
+def _largest(shape: Shape, memory: Breakdown, micro: int, chosen: dict[str, Any], room: int) -> int:
+    """Of the batch that is too large, the training's or the evaluation's; 0 where not even one sequence fits."""
+    if memory.peak_phase != "evaluation":
+        return largest_micro_batch(shape, room, **chosen | {"eval_micro_batch_size": 0}) if room > 0 else 0
+    most = chosen["eval_micro_batch_size"]
+
+    def fits(sequences: int) -> bool:
+        return estimate(shape, micro_batch_size=micro, **chosen | {"eval_micro_batch_size": sequences}).fits(room)
+
+    return next((sequences for sequences in range(most - 1, 0, -1) if fits(sequences)), 0)
 
 
 def _loss_and_lengths_known(settings: Settings) -> bool:
     foreign = [name for name in settings.given("plugins") or [] if not str(name).startswith("course_tools.")]
-    fused = foreign or any(settings.given(key) for key in LESS)
-    return not fused and bool(settings.get("sample_packing") or settings.get("pad_to_sequence_len"))
+    less = foreign or any(settings.given(key) for key in LESS)
+    return not less and bool(settings.get("sample_packing") or settings.get("pad_to_sequence_len"))
 
 
 def fp32_outer(settings: Settings, shape: Shape, chosen: dict[str, Any]) -> int:
@@ -117,50 +120,14 @@ def fp32_outer(settings: Settings, shape: Shape, chosen: dict[str, Any]) -> int:
 
 
 def model_shape(settings: Settings) -> Shape:
-    """The widths of base_model: a folder with config.json, or a well-known model by its name on the hub."""
+    """The widths of base_model: of a folder with config.json, or by its name on the hub."""
     name = settings.get("base_model")
     if not isinstance(name, str) or not name:
         raise ValueError("No base_model, no memory.")
     folder = settings.folder / name
-    if os.path.isdir(folder):
-        return _from_folder(folder, name)
-    if settings.local(name):
+    if settings.local(name) and not os.path.isdir(folder):
         raise ValueError(f"base_model {name} does not lie here, so its widths are unknown.")
-    try:
-        shape = shape_of(name)
-    except ValueError:
-        shape = None
-    if shape is None or (shape.name == "tiny" and name != "tiny"):
-        raise ValueError(
-            f"The widths of {name} are not among the course's presets: point base_model at a local folder with its "
-            "config.json to have the memory predicted."
-        )
-    return shape
-
-
-def _from_folder(folder: Path, name: str) -> Shape:
-    try:
-        read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(
-            f"{name} is a folder without config.json, so it is no model that transformers can load."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name}/config.json cannot be read: {error}.") from None
-    if not isinstance(read, dict):
-        raise ValueError(f"{name}/config.json holds no object.")
-    read = read.get("text_config") or read
-    defaults: dict[str, Any] = dict(LEFT_OUT)
-    if read.get("model_type") == "gpt2":
-        read = {GPT2.get(key, key): value for key, value in read.items()}
-        defaults["tie_word_embeddings"] = True
-    try:
-        shape = shape_of(
-            SimpleNamespace(**(defaults | {key: value for key, value in read.items() if value is not None}))
-        )
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{name}/config.json gives no widths: {error}.") from None
-    return shape
+    return shape_of(folder if os.path.isdir(folder) else name)
 
 
 def choices(settings: Settings) -> dict[str, Any]:
@@ -195,10 +162,20 @@ def choices(settings: Settings) -> dict[str, Any]:
         "activation_checkpointing": _checkpointing(settings),
         "attention": "eager" if settings.attention == "eager" else "flash",
         "offload": _offload(settings),
+        "loss": next((kind for key, kind in LOSSES.items() if settings.given(key)), "eager"),
         "step": "foreach" if settings.get("optimizer") == "adamw_torch" else "fused",
     }
+    if settings.get("val_set_size") or settings.given("test_datasets"):
+        chosen["eval_micro_batch_size"] = settings.number(
+            "eval_batch_size" if settings.given("eval_batch_size") else "micro_batch_size"
+        )
     if method != "full":
         chosen["lora_rank"] = settings.number("lora_r")
+        saved = settings.given("lora_modules_to_save") or []
+        chosen["train_embeddings"] = any(str(name) in EMBEDDINGS for name in saved)
+    efficient = settings.fsdp.get("cpu_ram_efficient_loading") or settings.given("qlora_sharded_model_loading")
+    if strategy == "fsdp" and not efficient:
+        chosen["loading"] = "whole"
     if plan.startswith("zero"):
         bucket = settings.zero.get("reduce_bucket_size")
         if type(bucket) in (int, float) and bucket >= 1:
@@ -239,7 +216,7 @@ def _offload(settings: Settings) -> str:
 def _caveats(settings: Settings, extra: int) -> list[str]:
     found = [f"{key} needs less than is counted here." for key in LESS if settings.given(key)]
     for plugin in settings.given("plugins") or []:
-        if "liger" in str(plugin).lower() or "cut_cross_entropy" in str(plugin):
+        if "liger" in str(plugin).lower() and not settings.given("liger_fused_linear_cross_entropy"):
             found.append(f"{plugin} may need less than is counted here.")
     if extra:
         found.append(
@@ -248,6 +225,7 @@ def _caveats(settings: Settings, extra: int) -> list[str]:
         )
     if not settings.get("sample_packing") and not settings.get("pad_to_sequence_len"):
         found.append("Counted for sequences of sequence_len; batches are padded to their longest only.")
-    if settings.given("lora_modules_to_save"):
-        found.append("lora_modules_to_save is trained in full and not counted.")
+    others = [name for name in settings.given("lora_modules_to_save") or [] if str(name) not in EMBEDDINGS]
+    if others:
+        found.append(f"{', '.join(map(str, others))} of lora_modules_to_save is trained in full and not counted.")
     return found

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from course_lib.memory import Breakdown
+from course_lib.memory import Breakdown, Host
 from course_lib.units import GIB, MIB
 from course_tools.axolotl.check.batch import Batch
 from course_tools.axolotl.check.findings import Finding
@@ -24,7 +24,9 @@ class Report:
         launch_command: what starts the run. strategy: who wraps the model, in words.
         batch: an optimizer step and an epoch. holders: what each rank holds.
         memory: of the fullest GPU, by the course's estimate; None with `memory_unknown`, why not.
-        fits: whether the card holds it; None without a card. largest: the micro_batch_size that would, where it does not.
+        host: of a machine's own memory.
+        fits: whether the card holds it; None without a card. largest: the micro_batch_size that would, where it does not
+            (the eval_batch_size where evaluation is the peak).
         caveats: what the estimate does not see. findings: errors first.
     """
 
@@ -36,6 +38,7 @@ class Report:
     holders: tuple[Holder, ...]
     memory: Breakdown | None
     memory_unknown: str
+    host: Host | None
     fits: bool | None
     largest: int | None
     caveats: tuple[str, ...]
@@ -56,6 +59,7 @@ class Report:
             "holders": [asdict(one) | {"share": one.share} for one in self.holders],
             "memory": self.memory.as_dict() if self.memory else None,
             "memory_unknown": self.memory_unknown,
+            "host": self.host._asdict() if self.host else None,
             "fits": self.fits,
             "largest_micro_batch": self.largest,
             "caveats": list(self.caveats),
@@ -105,6 +109,9 @@ class Report:
         if self.cluster and self.cluster.card:
             room = amount(self.cluster.card.memory)
             lines.append(f"  {self.cluster.card.name}: {room}, {'fits' if self.fits else 'DOES NOT FIT'}")
+        if self.host and self.host.peak:
+            loading, training = amount(self.host.loading), amount(self.host.training)
+            lines.append(f"host memory a node: {loading} while the model is loaded, {training} offloaded from then on")
         return [*lines, *(f"  {caveat}" for caveat in self.caveats)]
 
     def _findings(self) -> list[str]:

@@ -83,6 +83,12 @@ def memory(facts: Facts) -> Iterator[Finding]:
     sentence = f"A GPU needs {need / GIB:.1f} GiB and has {room / GIB:.1f}"
     if not found.certain:
         sentence = f"At most a GPU needs {need / GIB:.1f} GiB, and has {room / GIB:.1f}"
+    if found.memory.peak_phase == "evaluation":
+        sentence += ": evaluation is the peak, where every logit is written out."
+        smaller = found.largest or 1
+        more = "" if found.largest else ", a shorter sequence_len or val_set_size: 0"
+        yield facts.say(level, "eval_batch_size", sentence, f"write eval_batch_size: {smaller}{more}")
+        return
     if found.largest:
         fix = f"write micro_batch_size: {found.largest}"
         accumulate = batch.accumulate * batch.micro / found.largest

@@ -81,7 +81,7 @@ def fsdp_config(plan: Plan) -> dict[str, Any]:
         "fsdp_reshard_after_forward": True,
         "fsdp_offload_params": plan.offload == "all",
         "fsdp_activation_checkpointing": plan.activation_checkpointing == "full",
-        "fsdp_cpu_ram_efficient_loading": False,
+        "fsdp_cpu_ram_efficient_loading": True,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
 
@@ -94,7 +94,7 @@ def _deepspeed(plan: Plan, nodes: int) -> dict[str, Any]:
         "gradient_clipping": 0.0,
         "offload_optimizer_device": "none" if plan.offload == "none" else "cpu",
         "offload_param_device": "cpu" if plan.offload == "all" else "none",
-        "zero3_init_flag": False,
+        "zero3_init_flag": plan.strategy == "zero3",
         "zero3_save_16bit_model": plan.strategy == "zero3",
         **({"deepspeed_multinode_launcher": "standard"} if nodes > 1 else {}),
     }

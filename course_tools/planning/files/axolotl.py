@@ -90,7 +90,9 @@ def values(plan: Plan, base_model: str | None = None) -> dict[str, Any]:
         found["tensor_parallel_size"] = plan.tp
     if zero_stage(plan):
         found["deepspeed"] = _deepspeed(plan)
-    elif plan.strategy == "fsdp" and plan.dp > 1:
+    elif (
+        plan.strategy == "fsdp" and plan.dp > 1 and plan.tp == 1
+    ):  # beside tensor parallelism transformers shards itself
         found |= {"fsdp_version": 2, "fsdp_config": _fsdp(plan)}
     if plan.machines.cpu:
         found["plugins"] = ["course_tools.axolotl.cpu_ranks.CPURanks"]  # without it no CPU rank shards anything
@@ -129,6 +131,7 @@ def _fsdp(plan: Plan) -> dict[str, Any]:
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         **wrap,
         "offload_params": plan.offload == "all",
+        "cpu_ram_efficient_loading": True,  # else every rank loads the whole model, under QLoRA onto its card
         "state_dict_type": "FULL_STATE_DICT",
     }
 

@@ -6,51 +6,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from course_lib.choices import AXIS_NAMES, STRATEGIES, why_not
+from course_lib.memory.architectures import BLOCK_CLASSES
+from course_lib.memory.presets import HUB_NAMES
 from course_lib.units import GIB
 
 if TYPE_CHECKING:
     from course_tools.planning import Plan
-
-
-# The repositories on the Hugging Face hub that the presets of course_lib.memory were read from.
-HUB = {
-    "llama-7b": "huggyllama/llama-7b",
-    "llama-13b": "huggyllama/llama-13b",
-    "llama-33b": "huggyllama/llama-30b",
-    "llama-65b": "huggyllama/llama-65b",
-    "llama-2-7b": "meta-llama/Llama-2-7b-hf",
-    "llama-2-13b": "meta-llama/Llama-2-13b-hf",
-    "llama-2-70b": "meta-llama/Llama-2-70b-hf",
-    "llama-3-8b": "meta-llama/Meta-Llama-3-8B",
-    "llama-3-70b": "meta-llama/Meta-Llama-3-70B",
-    "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
-    "llama-3.1-70b": "meta-llama/Llama-3.1-70B",
-    "llama-3.1-405b": "meta-llama/Llama-3.1-405B",
-    "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
-    "llama-3.2-3b": "meta-llama/Llama-3.2-3B",
-    "llama-3.3-70b": "meta-llama/Llama-3.3-70B-Instruct",
-    "mistral-7b": "mistralai/Mistral-7B-v0.1",
-    "tinyllama-1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
-    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M",
-    "smollm2-360m": "HuggingFaceTB/SmolLM2-360M",
-    "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B",
-    "gpt2": "openai-community/gpt2",
-    "gpt2-xl": "openai-community/gpt2-xl",
-    **{f"qwen2.5-{size.lower()}": f"Qwen/Qwen2.5-{size}" for size in ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")},
-    **{f"qwen3-{size.lower()}": f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
-}
-
-# How a name begins, and the class of its blocks in transformers: the unit that FSDP gathers.
-BLOCKS = {
-    "qwen2": "Qwen2DecoderLayer",
-    "qwen3": "Qwen3DecoderLayer",
-    "mistral": "MistralDecoderLayer",
-    "gpt2": "GPT2Block",
-    "llama": "LlamaDecoderLayer",
-    "tinyllama": "LlamaDecoderLayer",
-    "smollm2": "LlamaDecoderLayer",
-    "tiny": "LlamaDecoderLayer",
-}
 
 
 def model_name(plan: Plan) -> str:
@@ -60,12 +21,12 @@ def model_name(plan: Plan) -> str:
 
 def hub_id(plan: Plan) -> str | None:
     """Where the model's weights lie on the hub; None for widths that are nobody's."""
-    return HUB.get(model_name(plan))
+    return next(iter(HUB_NAMES.get(model_name(plan), ())), None)
 
 
 def block_class(plan: Plan) -> str | None:
-    """The transformers class of the model's blocks; None where the name does not tell."""
-    return next((found for start, found in BLOCKS.items() if model_name(plan).startswith(start)), None)
+    """The transformers class of the model's blocks, the unit that FSDP gathers; None for widths that are nobody's."""
+    return BLOCK_CLASSES.get(plan.model.kind)
 
 
 def layout(plan: Plan) -> tuple[int, int]:
