@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.pytorch_utils import Conv1D
 
 from course_lib.memory import PRESETS, estimate, shape_of
-from course_lib.memory.architectures import LEFT_OUT, read_config
+from course_lib.memory.architectures import LEFT_OUT, block_class, read_config
 from course_lib.memory.presets import HUB_NAMES
 from course_lib.observe.fake import MOMENTS, count_step, fake_tensors
 from course_lib.training.activation_checkpointing import set_checkpointing
@@ -98,6 +98,7 @@ def count(model: nn.Module) -> int:
 def test_the_closed_form_is_the_model_s_number_of_parameters(kind) -> None:
     config = configuration(kind).to_dict()
     assert read_config(config).parameters == count(on_meta(kind))
+    assert any(type(module).__name__ == block_class(kind) for module in on_meta(kind).modules())
     for name in set(LEFT_OUT[kind]) & set(config):  # a file that leaves something out
         less = {key: value for key, value in config.items() if key != name}
         if "heads" in name and 8 % (LEFT_OUT[kind][name] or 8):

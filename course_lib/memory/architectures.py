@@ -42,28 +42,15 @@ NAMES = {  # one thing, several names: GPT-2's, and those of the mixtures
     "max_position_embeddings": ("n_positions",),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
 }
-BLOCK_CLASSES = {  # in transformers
-    "llama": "LlamaDecoderLayer",
-    "mistral": "MistralDecoderLayer",
-    "mixtral": "MixtralDecoderLayer",
-    "qwen2": "Qwen2DecoderLayer",
-    "qwen3": "Qwen3DecoderLayer",
-    "qwen3_moe": "Qwen3MoeDecoderLayer",
-    "deepseek_v3": "DeepseekV3DecoderLayer",
-    "gpt_oss": "GptOssDecoderLayer",
-    "llama4_text": "Llama4TextDecoderLayer",
-    "gemma": "GemmaDecoderLayer",
-    "gemma2": "Gemma2DecoderLayer",
-    "gemma3_text": "Gemma3DecoderLayer",
-    "phi3": "Phi3DecoderLayer",
-    "glm4": "Glm4DecoderLayer",
-    "olmo2": "Olmo2DecoderLayer",
-    "granite": "GraniteDecoderLayer",
-    "smollm3": "SmolLM3DecoderLayer",
-    "starcoder2": "Starcoder2DecoderLayer",
-    "gpt2": "GPT2Block",
-}
 INSIDE = {"gemma3": "gemma3_text", "llama4": "llama4_text"}  # models of text and images, with the text's part inside
+
+
+def block_class(kind: str) -> str | None:
+    """The transformers class of a model's blocks; None for widths that are nobody's."""
+    if kind not in LEFT_OUT:
+        return None
+    irregular = {"gemma3_text": "Gemma3DecoderLayer", "smollm3": "SmolLM3DecoderLayer", "gpt2": "GPT2Block"}
+    return irregular.get(kind, "".join(word.capitalize() for word in kind.split("_")) + "DecoderLayer")
 
 
 class _Config:

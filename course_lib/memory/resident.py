@@ -75,10 +75,12 @@ def resident(
         weights += 4 * (shape.latent.rope if shape.latent else shape.head_dim)
 
     shared = count(_trained(run, all_of_it)[0])
-    gradients = 0 if run.optimizer_in_backward else run.gradient * trainable
+    # unsharded, PEFT's copies have the base model's dtype, and so have their gradients and moments
+    narrow = copies * (run.gradient - run.stored) if not run.shards else 0
+    gradients = 0 if run.optimizer_in_backward else run.gradient * trainable - narrow
     if "gradients" in run.shards:
         gradients = _share(run.gradient * shared, ranks)
-    states = _states(run, trained, by_adam)
+    states = _states(run, trained, by_adam) - (2 * narrow if run.optimizer == "adamw" else 0)
     if run.shards:
         states = _share(_states(run, *_trained(run, all_of_it)), ranks)
     if run.offload != "none":  # gradients follow the optimizer to the host

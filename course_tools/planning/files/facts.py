@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from course_lib.choices import AXIS_NAMES, STRATEGIES, why_not
-from course_lib.memory.architectures import BLOCK_CLASSES
+from course_lib.memory import architectures
 from course_lib.memory.presets import HUB_NAMES
 from course_lib.units import GIB
 
@@ -26,7 +26,7 @@ def hub_id(plan: Plan) -> str | None:
 
 def block_class(plan: Plan) -> str | None:
     """The transformers class of the model's blocks, the unit that FSDP gathers; None for widths that are nobody's."""
-    return BLOCK_CLASSES.get(plan.model.kind)
+    return architectures.block_class(plan.model.kind)
 
 
 def layout(plan: Plan) -> tuple[int, int]:
