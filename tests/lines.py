@@ -65,7 +65,7 @@ ROOMS = {
     ),  # tracks, what is handed in by issue, learners' paths, and the page of what combines with what
     "tests/planted": (1501, 1300),
     "tests": (
-        14951,
+        14957,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces; a pace, unequal shares; lines from two files of a rank; a deadline; a command's processes, workers under SIGTERM; a saving plan's price beside a simulation; all that goes with each other trains on ranks; tracks and issues of a class; every architecture and every moment beside real storages
     "benchmarks": (
