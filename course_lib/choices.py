@@ -47,7 +47,9 @@ OPTIMIZERS = ("adamw", "adamw_bf16", "adamw8bit", "paged_adamw8bit", "muon", "sg
 OFFLOADS = ("none", "optimizer", "all")  # least first
 ACTIVATION_CHECKPOINTING = ("none", "selective", "full")  # least first
 ATTENTION = ("flash", "eager")
-LOSSES = ("eager", "chunked", "fused")
+LOSSES = ("eager", "half", "compiled", "chunked", "fused")
+SELECTIVE_KEEPS = ("products", "half of products", "all but scores")  # of a block, under selective checkpointing
+LORA_TARGETS = ("all", "attention")
 STEPS = ("fused", "foreach", "loop")  # implementations of the optimizer's step
 LOADING = ("sharded", "whole")  # who reads the checkpoint: one process of a machine, or each of them all of it
 DEVICES = ("cuda", "cpu")
@@ -64,6 +66,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss": LOSSES,
     "offload": OFFLOADS,
     "loading": LOADING,
+    "selective_keeps": SELECTIVE_KEEPS,
+    "lora_targets": LORA_TARGETS,
     "step": STEPS,
     "device": DEVICES,
     "schedule": SCHEDULES,

@@ -10,7 +10,8 @@ import pytest
 from refusals import assert_refused
 
 from course_lib.memory import estimate, flops_per_token
-from course_tools.planning import NoPlan, check_settings, machines, plan, procedure
+from course_tools.planning import CONSTANTS, NoPlan, check_settings, machines, plan, procedure
+from course_tools.planning.files import write
 from course_tools.planning.question import question
 from course_tools.planning.search import ALIKE, Search, measured
 
@@ -72,6 +73,7 @@ SMALL = (
     HOME,
     {"model": "llama-2-7b", "cluster": "rtx4090", "global_batch": 8, "seq_len": 512},
     {"model": "qwen3-0.6b", "cluster": "2x2xt4", "global_batch": 8, "seq_len": 1024, "methods": ("full",)},
+    {"model": "gpt-oss-20b", "cluster": "4xh100-80gb", "global_batch": 8, "seq_len": 1024, "methods": ("full",)},
 )
 
 
@@ -99,7 +101,15 @@ def test_the_best_is_the_best_of_all_settings_each_estimated(asked) -> None:
 def test_bounds_are_never_above_the_estimate() -> None:
     megatron = {"cluster": "32x8xa100-80gb", "global_batch": 1024, "seq_len": 2048, "attention": "eager"}
     gpt2 = {"model": "gpt2", "cluster": "2xrtx3090", "global_batch": 16, "seq_len": 1024, "precision": "fp32"}
-    questions = (HOME, FRONTIER, FRONTIER | {"methods": ("lora",)}, {"model": "megatron-18.4b", **megatron}, gpt2)
+    mixture = {"model": "qwen3-30b-a3b", "cluster": "2x8xh100-80gb", "global_batch": 64, "seq_len": 4096}
+    questions = (
+        HOME,
+        FRONTIER,
+        mixture,
+        FRONTIER | {"methods": ("lora",)},
+        {"model": "megatron-18.4b", **megatron},
+        gpt2,
+    )
     for asked in questions:
         whole = search(**asked)
         rows = random.Random(0).sample(range(len(whole.table)), min(500, len(whole.table)))
@@ -115,6 +125,26 @@ def test_one_card_takes_qlora_and_a_frontier_model_takes_metas_time() -> None:
     best = next(each for each in answer.plans if each.method == "full")
     assert answer.searched > 10_000 and best.gpus == 16_384 and best.memory_bytes <= 80 * GIB and best.tp <= 8
     assert 0.35 < best.mfu < 0.55 and 30 < best.days < 110  # Meta's own took 54 days at 38 to 43 %
+
+
+def test_experts_are_shared_out_among_data_ranks_and_tokens_pay_for_the_way() -> None:
+    asked = {"global_batch": 64, "seq_len": 4096, "methods": "full", "keep": 20, "axes": "dp"}
+    plans = {each.ep: each for each in plan("mixtral-8x7b", "2x8xh100-80gb", **asked).plans if each.strategy == "fsdp"}
+    assert set(plans) == {1, 2, 4, 8}  # of 16 ranks and 8 experts
+    for ep, each in plans.items():
+        settings = {"micro_batch_size": each.micro_batch_size, "num_microbatches": each.num_microbatches}
+        settings |= {"activation_checkpointing": each.activation_checkpointing, "strategy": "fsdp", "ranks": 16}
+        assert each.memory == estimate("mixtral-8x7b", seq_len=4096, expert_parallel=ep, **settings)
+    eight = plans[8]
+    machine = machines("2x8xh100-80gb")
+    tokens = 4 * eight.micro_batch_size * 4096 * 2 * 4096 * 2  # there and back, twice; 2 experts, 4,096 wide, 2 bytes
+    seconds = 32 * tokens * 7 / 8 / (machine.inner.bandwidth * CONSTANTS.inner)
+    recomputed = 1.5 if eight.activation_checkpointing == "full" else 1
+    assert eight.parts["expert parallelism"] == pytest.approx(recomputed * eight.num_microbatches * seconds, rel=0.01)
+    assert "expert parallelism" not in plans[1].parts and "EP 8" in str(eight)
+    with pytest.raises(ValueError, match="ep=8"):
+        write(eight, "axolotl", "nowhere")
+    assert all(each.ep == 1 for each in plan("llama-2-7b", "8xh100-80gb", global_batch=8, seq_len=512).plans)
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:

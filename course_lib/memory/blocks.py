@@ -65,7 +65,8 @@ class Numerics:
         layer_norm: LayerNorm in the place of RMSNorm. norms, wide_norms, gelu_in_parts, sinks, softcap: as of `Shape`.
         rotary: queries and keys turn with the position. fused: they are one matrix's output, with the values.
         train_embeddings: embedding and output layer are trained beside LoRA's factors.
-        loss: "eager"; "chunked", the cross-entropy of an eighth of the tokens at a time; "fused", with the output layer.
+        loss: "eager"; "half", in the dtype of the logits; "compiled", in one kernel; "chunked", the cross-entropy of an eighth of the tokens at a time; "fused", with the output layer.
+        lora_targets: the matrices with adapters. selective_keeps: what selective checkpointing keeps.
         compiled: by torch.compile: what is element-wise runs in one kernel, whose inputs are kept; matrix products keep theirs.
         shifted_logits: the loss copies the logits without their last row (transformers 4).
     """
@@ -95,8 +96,15 @@ class Numerics:
     softcap: bool = False
     train_embeddings: bool = False
     loss: str = "eager"
+    lora_targets: str = "all"
+    selective_keeps: str = "products"
     compiled: bool = False
     shifted_logits: bool = False
+
+
+def has_adapter(which: str, targets: str) -> bool:
+    """Whether LoRA adapts this matrix: attention's are those that are neither an MLP's nor a shared expert's."""
+    return targets == "all" or which not in ("g", "u", "d", "sg", "su", "sd")
 
 
 class _Writer:
@@ -165,6 +173,8 @@ class _Writer:
         y = self.cast(x, wide_in, n.compute)
         unpacked: Size = {f"W{which}": n.compute} if n.method == "qlora" else {}  # NF4 is unpacked for each product
         base = self.op(which, [y], wide_out, n.compute, temporary=unpacked, backward_temporary=unpacked, kept=True)
+        if not has_adapter(which, n.lora_targets):
+            return base
         wide = self.cast(x, wide_in, n.factors)  # by PEFT, to its factors' dtype; autocast then casts that
         z = self.cast(wide, wide_in, n.compute) if n.autocast else wide
         down = self.op(f"{which}.A", [z], "Nr", n.compute, saved=[z], weight_grad={f"L{which}": n.factors}, kept=True)
@@ -372,15 +382,19 @@ def head(numerics: Numerics) -> tuple[Tape, Tensor]:
     part = CHUNK if n.loss == "chunked" else 1
     if part < 1:  # each chunk of the logits is an output of its own, and so is its gradient
         logits.gradient = {"NV": n.compute * part}
-    if n.compiled:
+    if n.loss == "compiled" or (n.compiled and part < 1):
         w.op("cross-entropy", [logits], "one", 4, saved=[logits])
         return w.tape, x
-    wide = w.op("to fp32", [logits], "NV", 4 * part) if part < 1 else w.cast(logits, "NV", 4)
     before = [logits]
+    wide = (
+        w.op("to fp32", [logits], "NV", 4 * part)
+        if part < 1
+        else w.cast(logits, "NV", n.compute if n.loss == "half" else 4)
+    )
     if n.shifted_logits and part == 1:
         before = [logits, wide]
         wide = w.op("without the last row", [wide], "NV", 4)
-    shares = w.op("log-softmax", [wide], "NV", 4, saves_out=True)
+    shares = w.op("log-softmax", [wide], "NV", n.compute if n.loss == "half" else 4, saves_out=True)
     if part < 1:
         shares.gradient = {"NV": 4 * part}
     w.op("negative log-likelihood", [shares], "one", 4, holds=before)

@@ -29,6 +29,7 @@ class Communication(NamedTuple):
         step: at the optimizer's step.
         whole: unsharded gradients of one block, on their way into shards; told, and counted where they are.
         at_work: gathered weights of the block at work, contained in `forward` and `backward`; there are none at the loss.
+        at_loss: gathered for the output layer alone, where that is a unit of its own.
         left: part of the activations that is still there when gradients are sent for the first time (`reduced`).
     """
 
@@ -42,6 +43,7 @@ class Communication(NamedTuple):
     step: int
     whole: int = 0
     at_work: int = 0
+    at_loss: int = 0
     left: float = 0.0
     on_the_way: int = 0
     gathering: int = 0
@@ -103,18 +105,25 @@ def _fsdp(run: Run, r: Resident, layers: int, accumulate: bool, waiting: int, he
     """Gathered: the root, from the first use to the end; the block at work; and, in one flat tensor each, the block before it
     or after it. Without resharding all blocks, by the end of the forward pass. Gradients of a unit are whole until it is done,
     over several micro-batches until the last; then they are copied into the input of the reduce-scatter, in fp32 under mixed
-    precision. That input is there until the next unit is done."""
+    precision. That input is there until the next unit is done.
+
+    Where embedding and output layer are units of their own, each is gathered for its own use and its gradient sent at once.
+    """
+    outer_copy, outer = r.outer_copy, r.outer_gradient
+    head_copy = r.outer_copy - r.embedding_copy if r.outer_copy > r.embedding_copy else r.embedding_copy
+    if run.wrap_embeddings and not waiting:
+        outer_copy, outer, head = 0, r.embedding_gradient, 0
     blocks = 1 if run.reshard_after_forward else layers - 1
-    gathered = r.outer_copy + (blocks + 1) * r.block_copy
+    gathered = outer_copy + (blocks + 1) * r.block_copy
     forward = gathered + (0 if run.reshard_after_forward else r.block_copy)
     unsharded = r.whole if accumulate else 0
     wide = run.gradient // (run.stored if run.full else run.factors) or 1
-    block, outer = r.block_gradient, r.outer_gradient
+    block = r.block_gradient
     block_share = r.share * block // r.whole if r.whole else 0
     passed = block_share - (block if accumulate else 0) - (0 if run.reshard_after_forward else r.block_copy)
     # a block's own weights have gone when its gradients are sent
     last_block = gathered - r.block_copy + (unsharded or head + block) + wide * block + block_share
-    end = r.outer_copy + wide * block + layers * block_share + outer - waiting
+    end = (outer_copy or r.embedding_copy) + wide * block + layers * block_share + outer - waiting
     return Communication(
         forward + unsharded,
         gathered + unsharded,
@@ -123,11 +132,13 @@ def _fsdp(run: Run, r: Resident, layers: int, accumulate: bool, waiting: int, he
         end,
         last_block,
         # the root's weights have gone; then all its gradients but one, while its own shard comes
-        wide * outer + max(layers * block_share + outer, r.share + (0 if waiting else outer - r.embedding_gradient)),
+        wide * outer
+        + max(layers * block_share + outer, r.share + max(0 if waiting else outer - r.embedding_gradient, 0)),
         r.share + r.step,
         whole=block,
         at_work=r.block_copy if run.reshard_after_forward else 0,
         on_the_way=wide * block,
+        at_loss=0 if outer_copy else head_copy,
         gathering=forward + r.block_copy + unsharded,
-        first_gather=2 * (r.outer_copy + r.block_copy) + unsharded,
+        first_gather=2 * (outer_copy + r.block_copy) + unsharded,
     )

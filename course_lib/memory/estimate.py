@@ -43,12 +43,15 @@ def estimate(
         micro_batch_size: sequences in one forward pass. seq_len: tokens per sequence.
         num_microbatches: forward passes in one optimizer step (gradient accumulation, or a pipeline's micro-batches).
         virtual_stages: stages that each pipeline rank holds, under the interleaved 1F1B schedule.
-        activation_checkpointing: "full" keeps each block's input; "selective" also the outputs of matrix products and
-            attention.
+        activation_checkpointing: "full" keeps each block's input; "selective" also what `selective_keeps` says: outputs of
+            attention and of all matrix "products", as this course and Axolotl do; of "half of products", as torchtitan; or
+            "all but scores", as Megatron-LM, where only eager attention is computed again (arXiv:2205.05198).
+        offload_activations: what full checkpointing keeps lies on the host.
         attention: "flash" never writes the scores out; "eager" does.
-        loss: "eager" writes all logits out; "chunked" computes the cross-entropy of an eighth of the tokens at a time;
+        loss: "eager" writes all logits out, once more in fp32; "half" stays in 16 bits, as F.cross_entropy does in a loop of
+            one's own; "compiled" keeps the 16-bit logits alone; "chunked" computes the cross-entropy of an eighth of the tokens at a time;
             "fused" output layer and loss together, as Liger, CCE and torch's linear_cross_entropy do.
-        compile: blocks and loss are compiled, as torchtitan and torchtune do it.
+        compile: each block is compiled, as torchtitan and torchtune do it, and with loss="chunked" each chunk's loss.
         optimizer_in_backward: each tensor is stepped as its gradient comes, and the gradient goes (one GPU).
         use_cache: the model keeps keys and values of all layers until the loss is there, as transformers do by default.
             Seen where checkpointing is torch's or FSDP's; transformers' own turns it off.
@@ -60,7 +63,7 @@ def estimate(
             to the card under QLoRA, which quantizes there.
         offload: "optimizer" (zero1, zero2, zero3): states and gradients on the host; "all" (zero3, fsdp): parameters as
             well. FSDP2 has nothing between "none" and "all".
-        lora_rank: of each of the seven matrices of a block.
+        lora_rank: of each matrix that has an adapter. lora_targets: "all" linear layers of a block, or "attention" alone.
         step: AdamW's implementation: "fused" (no temporary, the choice of transformers' Trainer and of this course),
             "foreach" (torch.optim.AdamW's own on CUDA: one state-sized temporary), "loop" (its own on the CPU: two of
             the largest tensor).
@@ -70,6 +73,8 @@ def estimate(
             backward pass.
             "zero3": every tensor goes after its use (stage3_max_reuse_distance 0, as in this course's programs); False:
             DeepSpeed's default, by which up to 10^9 elements stay gathered: of a smaller model all.
+        wrap_embeddings: "fsdp": embedding and output layer are units of their own, as in torchtitan and torchtune; False: the
+            root's, gathered all along, as where a wrap policy names the blocks alone.
         bucket_elements: "zero1" to "zero3": reduce_bucket_size. DeepSpeed allocates such a bucket however small the model:
             its 500 million elements are 1 GB in 16 bits and 2 GB in fp32.
 

@@ -34,21 +34,25 @@ def host_memory(shape: Shape, settings: RunSettings, per_node: int) -> Host:
     machine does that for weights that are sharded (FSDP's cpu_ram_efficient_loading), and weights that are not, and NF4,
     go to the card one tensor at a time.
     Offloaded are, of each trained parameter, DeepSpeed's fp32 copy, gradient and two moments, or FSDP2's weight, gradient
-    and moments as they are; with offload="all" the weights too.
+    and moments as they are; with offload="all" the weights too; with offload_activations the inputs of all blocks.
     """
     run = settings.run
     gpus = settings.gpus
     here = min(per_node, gpus)
     one_by_one = run.method == "qlora" or "weights" not in run.shards
     readers = here if settings.loading == "whole" else 0 if one_by_one else 1
-    return Host(CHECKPOINT * shape.parameters * readers, offloaded_bytes(shape, run) * here // gpus)
+    inputs = 0
+    if run.offload_activations:  # each block's, of the stage that one GPU has
+        tokens = settings.micro_batch_size * settings.seq_len // settings.context_parallel
+        inputs = -(-shape.layers // settings.pipeline_parallel) * tokens * shape.hidden * run.stored
+    return Host(CHECKPOINT * shape.parameters * readers, offloaded_bytes(shape, run) * here // gpus + inputs * here)
 
 
 def offloaded_bytes(shape: Shape, run: Run) -> int:
     """Bytes of one copy of the model and of what belongs to it on the host, all machines together."""
     if run.offload == "none":
         return 0
-    h = held(shape, 1, shape.layers, True, True, run.rank)
+    h = held(shape, 1, shape.layers, True, True, run.rank, 1, run.lora_targets)
     trained = count(h.all_base()) if run.full else count(h.factors)
     # DeepSpeed: fp32 weight, gradient and two moments beside the 16-bit weight. FSDP2's weight is the master copy itself.
     states = (2 * run.state + run.gradient if run.strategy == "fsdp" else 16) * trained

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from course_lib.memory.blocks import SYMBOLS, Numerics, block, head
-from course_lib.memory.tape import Moment, Size, highest
+from course_lib.memory.tape import Moment, Size, highest, plus
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def forms(numerics: Numerics, grad_in: bool, accumulate: bool) -> Forms:
         {symbol: each for symbol, each in saved_by_head.items() if symbol != "NV"},
         {"NV": saved_by_head.get("NV", 0)},
         dict(x.size),
-        {symbol: x.size.get(symbol, 0) + body.kept().get(symbol, 0) for symbol in {*x.size, *body.kept()}},
+        plus(x.size, body.kept(numerics.selective_keeps)),
         body.weight_grads(),
     ]
     assert len(rows) == NUM_SINGLE

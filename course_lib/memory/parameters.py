@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from course_lib.memory.blocks import has_adapter
 from course_lib.memory.shapes import Block, Shape
 
 ROW_PARALLEL = ("o", "d", "sd")  # their input is split over tensor-parallel ranks; the others' output is
@@ -57,7 +58,7 @@ def local_matrices(block: Block, tensor_parallel: int) -> dict[str, tuple[int, i
     return found
 
 
-def local_factors(block: Block, rank: int, tensor_parallel: int) -> dict[str, tuple[int, int]]:
+def local_factors(block: Block, rank: int, tensor_parallel: int, targets: str) -> dict[str, tuple[int, int]]:
     """LoRA's A and B of each matrix, in elements, on one tensor-parallel rank: the split side is split in them too.
 
     Experts have none: they are parameters of their own, no linear layers, and PEFT's "all-linear" leaves them out.
@@ -65,6 +66,7 @@ def local_factors(block: Block, rank: int, tensor_parallel: int) -> dict[str, tu
     return {
         which: (rank * columns, rank * rows)
         for which, (rows, columns) in local_matrices(block, tensor_parallel).items()
+        if has_adapter(which, targets)
     }
 
 
@@ -100,13 +102,22 @@ def _range(shape: Shape, layers: int, first: bool) -> range:
     return range(layers) if first else range(shape.layers - layers, shape.layers)
 
 
-@lru_cache(maxsize=4096)
-def held(shape: Shape, tensor_parallel: int, layers: int, first: bool, last: bool, rank: int, experts: int = 1) -> Held:
+@lru_cache(maxsize=8192)
+def held(
+    shape: Shape,
+    tensor_parallel: int,
+    layers: int,
+    first: bool,
+    last: bool,
+    rank: int,
+    experts: int = 1,
+    targets: str = "all",
+) -> Held:
     """What one GPU holds.
 
     Args:
         rank: of LoRA's factors, 0 for none. first, last: the stage has the embedding, the head.
-        experts: expert-parallel ranks.
+        experts: expert-parallel ranks. targets: `lora_targets`.
     """
     t = tensor_parallel
     matrices, vectors, mixtures, factors, sizes = [], [], [], [], []
@@ -118,7 +129,7 @@ def held(shape: Shape, tensor_parallel: int, layers: int, first: bool, last: boo
         mixtures += [(elements, number) for elements in of_experts]
         vectors += [(elements, number) for elements in block.vectors]
         if rank:
-            factors += [(one, number) for pair in local_factors(block, rank, t).values() for one in pair]
+            factors += [(one, number) for pair in local_factors(block, rank, t, targets).values() for one in pair]
     outer = [(shape.vocab * shape.hidden // t, 1)] if first or (last and shape.tied) else []
     outer += [(shape.positions * shape.hidden, 1)] if first and shape.positions else []
     if last:

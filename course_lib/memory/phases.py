@@ -98,7 +98,7 @@ def stage(
     )  # either way a new gradient is added to what is there, and gone
     # zero2 and zero3 move each gradient into a bucket, or to the host, as soon as it is there
     at_once = run.zero_stage > 1
-    adapters = count(held(shape, 1, shape.layers, True, True, run.rank).factors)
+    adapters = count(held(shape, 1, shape.layers, True, True, run.rank, targets=run.lora_targets).factors)
     r = resident(run, shape, ranks, t, layers, first, last, experts)
     plain = None
     if shape.experts:
@@ -153,7 +153,7 @@ def sizes(shape: Shape, settings: RunSettings, rank: int) -> Sizes:
     """`rank`: of LoRA's factors, 0 for none."""
     t, c, seq_len = settings.tensor_parallel, settings.context_parallel, settings.seq_len
     split = settings.sequence_parallel
-    per_token, fixed = _widths(shape, t, split, rank, settings.expert_parallel)
+    per_token, fixed = _widths(shape, t, split, rank, settings.expert_parallel, settings.lora_targets)
     tokens = settings.micro_batch_size * seq_len // c
     elements = per_token * tokens
     elements[_SCORES] *= seq_len  # every token looks at the whole sequence
@@ -165,7 +165,7 @@ _SCORES, _LOGITS, _KEYS = (SYMBOLS.index(symbol) for symbol in ("NS", "NV", "Nk"
 
 
 @lru_cache(maxsize=1024)
-def _widths(shape: Shape, t: int, split: bool, rank: int, experts: int) -> tuple[np.ndarray, np.ndarray]:
+def _widths(shape: Shape, t: int, split: bool, rank: int, experts: int, targets: str) -> tuple[np.ndarray, np.ndarray]:
     """Elements of SYMBOLS a token, and those of the symbols that do not depend on tokens."""
     s, kv = t if split else 1, shape.kv_heads // t
     a_token = {
@@ -192,7 +192,7 @@ def _widths(shape: Shape, t: int, split: bool, rank: int, experts: int) -> tuple
     once: dict[str, int] = {}
     for block, _ in shape.kinds[::-1]:
         once |= {f"W{which}": rows * columns for which, (rows, columns) in local_matrices(block, t).items()}
-        once |= {f"L{which}": sum(pair) for which, pair in local_factors(block, rank, t).items()}
+        once |= {f"L{which}": sum(pair) for which, pair in local_factors(block, rank, t, targets).items()}
         once |= {f"W{which}": elements for which, elements in local_experts(block, t * experts).items()}
     once |= {"Wh": shape.vocab * shape.hidden / t, "h": shape.hidden, "d": shape.head_dim, "one": 1}
     return np.array([a_token.get(s, 0.0) for s in SYMBOLS]), np.array([once.get(s, 0.0) for s in SYMBOLS])
@@ -207,6 +207,9 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float, evaluated: Sizes | 
     kept_block, kept_first, saved_head, log_shares = values[:4]
     if again:
         kept_block = kept_first = values[4 if run.activation_checkpointing == "full" else 5]
+    arriving = 0.0
+    if run.offload_activations:  # one on its way to the host or back
+        arriving, kept_block, kept_first = kept_block, 0.0, 0.0
     blocks = kept_first + (layers - 1) * kept_block
     if plain:  # the others of a mixture's blocks keep another amount
         row = (4 if run.activation_checkpointing == "full" else 5) if again else 0
@@ -220,7 +223,7 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float, evaluated: Sizes | 
     if last:
         small += ids + 4 + (8 if tokens == size.seq_len else 0) + (4 if run.scaled else 0)
     activations = blocks + small + (saved_head if last else 0)
-    below = blocks - kept_block + small  # while the last block is at work
+    below = blocks - kept_block + small + arriving  # while the last block is at work
     earlier = (in_flight - 1) * blocks
 
     casts = layers * r.block_casts + r.outer_casts
@@ -244,10 +247,9 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float, evaluated: Sizes | 
         moments["gather of the last block"] = PhaseEnd(below, during.gathering)
     if last:
         there = blocks + small
-        moments["the loss"] = PhaseEnd(there, during.forward, casts, [f.head_forward], -during.at_work)
-        moments["backward of the loss"] = PhaseEnd(
-            there, during.backward, casts_kept, [f.head_backward], -during.at_work
-        )
+        gathered = during.at_loss - during.at_work
+        moments["the loss"] = PhaseEnd(there, during.forward, casts, [f.head_forward], gathered)
+        moments["backward of the loss"] = PhaseEnd(there, during.backward, casts_kept, [f.head_backward], gathered)
     moments["backward of the last block"] = PhaseEnd(below, during.backward + last * during.head, casts_there, backward)
     if during.last_block:
         moments["reduce-scatter of the last block"] = PhaseEnd(below, during.last_block)

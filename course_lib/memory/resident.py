@@ -30,6 +30,7 @@ class Resident(NamedTuple):
     buckets: int
     block_copy: int
     outer_copy: int
+    embedding_copy: int
     block_gradient: int
     outer_gradient: int
     embedding_gradient: int
@@ -52,8 +53,8 @@ def resident(
     `experts`: expert-parallel ranks, among the data-parallel ones. So many hold one copy of the experts together, and what
     is sharded over all ranks is sharded alike with and without them.
     """
-    h = held(shape, t, layers, first, last, run.rank, experts)
-    all_of_it = held(shape, t, layers, first, last, run.rank)
+    h = held(shape, t, layers, first, last, run.rank, experts, run.lora_targets)
+    all_of_it = held(shape, t, layers, first, last, run.rank, 1, run.lora_targets)
     compute, share = run.numerics.compute, "weights" in run.shards
     block = (count(h.matrices) + count(h.vectors) + count(h.experts)) // layers
     outer, factors = count(h.outer), count(h.factors)
@@ -62,15 +63,15 @@ def resident(
     trainable = count(trained)
     embedding = shape.vocab * shape.hidden // t
 
-    blocks_at_rest = run.at_rest * count(h.matrices)
-    if run.method == "qlora":
+    blocks_at_rest, constants = run.at_rest * count(h.matrices), 0
+    if run.method == "qlora":  # the constants are no parameters: each rank has all of them
         blocks_at_rest = sum(nf4_bytes(elements) * number for elements, number in h.matrices)
-    # bitsandbytes quantizes linear layers, and a mixture's experts are parameters of their own: they stay in 16 bits
-    mixtures = count((all_of_it if share else h).experts)
-    weights = blocks_at_rest + run.at_rest * (count(h.vectors) + outer + mixtures) + _factors_at_rest(run) * factors
+        constants = blocks_at_rest - count(h.matrices) // 2 if share else 0
+    weights = blocks_at_rest + run.at_rest * (count(h.vectors) + outer) + _factors_at_rest(run) * factors
+    weights += _experts_at_rest(run, shape, all_of_it if share else h)
     weights += run.at_rest * copies  # PEFT keeps the frozen ones beside those that it trains
     if share:
-        weights = _share(weights, ranks)
+        weights = _share(weights - constants, ranks) + constants
     if not shape.positions:  # rotary frequencies: two buffers of half a head's turning features in fp32, on every rank
         weights += 4 * (shape.latent.rope if shape.latent else shape.head_dim)
 
@@ -86,7 +87,7 @@ def resident(
     if run.offload != "none":  # gradients follow the optimizer to the host
         gradients = states = 0
     if run.offload == "all":
-        weights = 0
+        weights = constants
 
     buckets = bucketful = 0
     if run.strategy == "ddp":
@@ -115,6 +116,7 @@ def resident(
         buckets,
         block_copy=gathered if share else 0,
         outer_copy=outer_copy if share else 0,
+        embedding_copy=compute * embedding if share else 0,
         block_gradient=run.stored * block if run.full else run.factors * factors // layers,
         outer_gradient=run.stored * (outer if run.full else copies),
         embedding_gradient=run.stored * embedding if (run.full or copies) and first else 0,
@@ -142,6 +144,15 @@ def _embeddings(h: Held) -> list[tuple[int, int]]:
     """Embedding and output layer, where the stage has them: all that lies outside the blocks but the last norm."""
     largest = max((elements for elements, _ in h.outer), default=0)
     return [(elements, number) for elements, number in h.outer if elements == largest]
+
+
+def _experts_at_rest(run: Run, shape: Shape, h: Held) -> int:
+    """bitsandbytes quantizes linear layers. A mixture's experts were such in transformers 4, one by one, but for gpt-oss's and
+    Llama 4's; in transformers 5 they are parameters of their own, and stay in 16 bits."""
+    e = shape.experts
+    if run.method != "qlora" or run.transformers == 5 or e is None or e.bias or e.rows:
+        return run.at_rest * count(h.experts)
+    return nf4_bytes(count(h.experts))
 
 
 def _factors_at_rest(run: Run) -> int:

@@ -34,13 +34,17 @@ class RunSettings(NamedTuple):
     activation_checkpointing: str = "none"
     attention: str = "flash"
     loss: str = "eager"
+    selective_keeps: str = "products"
+    offload_activations: bool = False
     compile: bool = False
     optimizer_in_backward: bool = False
     use_cache: bool = False
     train_embeddings: bool = False
     transformers: int = 5
     lora_rank: int = 16
+    lora_targets: str = "all"
     reshard_after_forward: bool = True
+    wrap_embeddings: bool = False
     bucket_elements: int = BUCKET_ELEMENTS
     ranks: int = 1
     tensor_parallel: int = 1
@@ -108,9 +112,14 @@ class Run:
     gradient: int
     scaled: bool
     optimizer_in_backward: bool
+    selective_keeps: str
+    offload_activations: bool
+    transformers: int
+    lora_targets: str
     use_cache: bool
     train_embeddings: bool
     reshard_after_forward: bool
+    wrap_embeddings: bool
     bucket_elements: int
 
     @property
@@ -143,6 +152,10 @@ def _run(*choices: str | bool | int) -> Run:
         if type(RunSettings._field_defaults[name]) is bool and type(getattr(s, name)) is not bool:
             raise ValueError(f"{name}={getattr(s, name)!r}: give True or False.")
     pick("transformers", s.transformers, (4, 5))
+    if s.offload_activations and s.activation_checkpointing != "full":
+        raise ValueError(
+            "offload_activations moves what full checkpointing keeps: take activation_checkpointing='full'."
+        )
     if s.train_embeddings and full:
         raise ValueError("train_embeddings is for lora and qlora: full training trains them anyway.")
     if s.optimizer_in_backward and (s.strategy != "single" or s.optimizer == "muon"):
@@ -177,6 +190,8 @@ def _run(*choices: str | bool | int) -> Run:
             compiled=s.compile,
             train_embeddings=s.train_embeddings,
             shifted_logits=s.transformers == 4,
+            lora_targets=s.lora_targets,
+            selective_keeps=s.selective_keeps,
         ),
         stored=stored,
         factors=factors,

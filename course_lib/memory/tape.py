@@ -109,9 +109,19 @@ class Tape:
         """Bytes kept from forward to backward, each storage once."""
         return plus(*(tensor.size for tensor in self._saved_tensors()))
 
-    def kept(self) -> Size:
-        """Bytes that selective checkpointing keeps beside the input."""
-        return plus(*(op.out.size for op in self.ops if op.kept))
+    def kept(self, what: str) -> Size:
+        """Bytes that selective checkpointing keeps beside the input; `what` as of `selective_keeps`.
+
+        Half of the products are those of torchtitan: attention's output and every second of the others.
+        """
+        if what == "all but scores":
+            scores = {tensor for tensor in self._saved_tensors() if "NS" in tensor.size}
+            return plus(*(tensor.size for tensor in self._saved_tensors() if tensor not in scores))
+        kept = [op for op in self.ops if op.kept]
+        if what == "half of products":
+            products = [op for op in kept if op.name != "attention"]
+            kept = [op for op in kept if op.name == "attention"] + products[::2]
+        return plus(*(op.out.size for op in kept))
 
     def weight_grads(self) -> Size:
         return plus(*(op.weight_grad for op in self.ops))

@@ -14,15 +14,23 @@ from course_lib.validation import check_counts
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks along data, pipeline, tensor and context parallelism; an axis of one rank is not used."""
+    """Ranks along data, pipeline, tensor and context parallelism; an axis of one rank is not used.
+
+    `ep` is no axis of its own: so many neighbours along the data axis hold one copy of a mixture's experts together.
+    """
 
     dp: int = 1
     pp: int = 1
     tp: int = 1
     cp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        check_counts(dp=self.dp, pp=self.pp, tp=self.tp, cp=self.cp)
+        check_counts(dp=self.dp, pp=self.pp, tp=self.tp, cp=self.cp, ep=self.ep)
+        if self.dp % self.ep:
+            raise ValueError(
+                f"ep={self.ep} does not divide dp={self.dp}: expert-parallel ranks are data-parallel ones."
+            )
 
     @property
     def size(self) -> int:

@@ -12,7 +12,8 @@ from course_tools.planning.machines import Machines
 
 def words(grid: Grid) -> str:
     """DP 4 x TP 2, as a reader says it."""
-    return " x ".join(f"{axis.upper()} {getattr(grid, axis)}" for axis in AXES if getattr(grid, axis) > 1) or "1 GPU"
+    axes = " x ".join(f"{axis.upper()} {getattr(grid, axis)}" for axis in AXES if getattr(grid, axis) > 1) or "1 GPU"
+    return axes + (f" (EP {grid.ep})" if grid.ep > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Settings:
 
     Attributes:
         strategy: "single", "ddp", "zero1", "zero2", "zero3", "fsdp". method: "full", "lora", "qlora".
-        dp, tp, pp, cp: ranks along the data, tensor, pipeline and context axis.
+        dp, tp, pp, cp: ranks along the data, tensor, pipeline and context axis. ep: expert-parallel ones of the data axis.
         sequence_parallel: norms and residuals split along the sequence over the tensor-parallel ranks.
         micro_batch_size: sequences in one forward pass of one data-parallel rank. num_microbatches: such passes in
             one step.
@@ -35,6 +36,7 @@ class Settings:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
     sequence_parallel: bool = False
     micro_batch_size: int = 1
     num_microbatches: int = 1
@@ -45,7 +47,7 @@ class Settings:
 
     @property
     def grid(self) -> Grid:
-        return Grid(dp=self.dp, pp=self.pp, tp=self.tp, cp=self.cp)
+        return Grid(dp=self.dp, pp=self.pp, tp=self.tp, cp=self.cp, ep=self.ep)
 
     @property
     def kind(self) -> tuple[str, str, str, Grid]:

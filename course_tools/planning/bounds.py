@@ -10,7 +10,7 @@ import numpy as np
 
 from course_lib.choices import ACTIVATION_CHECKPOINTING
 from course_lib.memory.breakdown import CUDA_CONTEXT, LEAST_WASTE
-from course_lib.memory.parameters import count, held
+from course_lib.memory.parameters import Held, count, held
 from course_lib.memory.phases import sizes, stage
 from course_lib.memory.settings import RunSettings
 from course_tools.planning.fit import run_of
@@ -33,6 +33,11 @@ def least_bytes(question: Question, table: Table) -> np.ndarray:
     return SURE * np.maximum(forward, stepping) * (1 + LEAST_WASTE) + CUDA_CONTEXT
 
 
+def sizes_of(h: Held) -> tuple[int, int, int]:
+    """Elements of the blocks' matrices, of the whole base model, of LoRA's factors."""
+    return count(h.matrices), count(h.all_base()), count(h.factors)
+
+
 def _static(question: Question, table: Table) -> tuple[np.ndarray, np.ndarray]:
     """Weights and states; the same with what the optimizer's step needs, for each row."""
     shape = question.shape
@@ -41,10 +46,12 @@ def _static(question: Question, table: Table) -> tuple[np.ndarray, np.ndarray]:
     runs = [run_of(question, *way) for way in table.ways]
     for index, grid in enumerate(table.grids):
         ranks, pp = grid.dp * grid.cp, grid.pp
-        here = held(shape, grid.tp, -(-shape.layers // pp), True, pp == 1, question.lora_rank)
-        matrices, base, factors = count(here.matrices), count(here.all_base()), count(here.factors)
+        here = held(shape, grid.tp, -(-shape.layers // pp), True, pp == 1, question.lora_rank, grid.ep)
+        whole = held(shape, grid.tp, -(-shape.layers // pp), True, pp == 1, question.lora_rank)
         for number, (way, run) in enumerate(zip(table.ways, runs, strict=True)):
             full = way.method == "full"
+            sharded = bool(run.shards)  # then a rank has its part of all experts, whoever computes with them
+            matrices, base, factors = sizes_of(whole if sharded else here)
             trained = base if full else factors
             weights = run.at_rest * base + (0 if full else run.factors * factors)
             if way.method == "qlora":

@@ -14,7 +14,7 @@ from course_lib.memory.parameters import count, held
 from course_lib.parallel import traffic
 from course_lib.parallel.grid import Grid
 from course_tools.planning.compute import block_seconds, head_seconds
-from course_tools.planning.network import Network
+from course_tools.planning.network import Network, all_to_all
 from course_tools.planning.question import Question
 from course_tools.planning.table import Table, Way
 
@@ -30,6 +30,7 @@ PARTS = (
     "pipeline sends",
     "tensor parallelism",
     "context parallelism",
+    "expert parallelism",
     "data parallelism",
     "optimizer",
     "offload",
@@ -65,7 +66,8 @@ def step_parts(question: Question, table: Table) -> dict[str, np.ndarray]:
         0,
     )
     sends = _sends(question, table, network) * k.exposed_sends
-    passes = pace + tensor + context + sends  # of one micro-batch through one stage, there and back
+    experts = _experts(question, table, network) * again * fullest / layers
+    passes = pace + tensor + context + experts + sends  # of one micro-batch through one stage, there and back
     data, streamed = _data(question, table, network, passes)
     optimizer, moved = _optimizer(question, table)
     m, share = table.m, layers / pp
@@ -81,6 +83,7 @@ def step_parts(question: Question, table: Table) -> dict[str, np.ndarray]:
         "pipeline sends": m * sends,
         "tensor parallelism": m * tensor,
         "context parallelism": m * context,
+        "expert parallelism": m * experts,
         "data parallelism": data,
         "optimizer": optimizer,
         "offload": moved + streamed,
@@ -132,6 +135,21 @@ def _context(question: Question, table: Table, network: Network) -> np.ndarray:
             fixed[index] += sent.count * wire.latency
             linear[index] += sent.total_bytes * wire.each
     return fixed[table.grid] + linear[table.grid] * table.b
+
+
+def _experts(question: Question, table: Table, network: Network) -> np.ndarray:
+    """Of one micro-batch, all layers: tokens to their experts and back, and their gradients the same way."""
+    e = question.shape.experts
+    if e is None:
+        return np.zeros(len(table))
+    layers = question.shape.layers - len(e.dense)
+    row = (e.rows or e.active) * question.shape.hidden * question.element  # bytes of a token's copies
+    fixed, each = np.zeros(len(table.grids)), np.zeros(len(table.grids))
+    for index, grid in enumerate(table.grids):
+        wire = all_to_all(network, grid.tp * grid.cp, grid.ep)
+        tokens = question.seq_len / grid.cp
+        fixed[index], each[index] = 4 * layers * wire.latency, 4 * layers * tokens * row * wire.each
+    return fixed[table.grid] + each[table.grid] * table.b
 
 
 def _sends(question: Question, table: Table, network: Network) -> np.ndarray:
@@ -204,10 +222,11 @@ def stage_parameters(question: Question, grids: list[Grid]) -> np.ndarray:
     """Parameters of the base model on one GPU of the fullest stage, sharding left out."""
     shape = question.shape
     embedding, head = shape.embedding_parameters, shape.head_parameters
+    experts = count(held(shape, 1, shape.layers, True, True, 0).experts) / shape.layers  # a layer's, in the mean
     return np.array(
         [
             (
-                -(-shape.layers // grid.pp) * shape.block_parameters
+                -(-shape.layers // grid.pp) * (shape.block_parameters - experts * (1 - 1 / grid.ep))
                 + (max(embedding, head) if grid.pp > 1 else embedding + head)
             )
             / grid.tp

@@ -44,6 +44,7 @@ def run_settings(question: Question, chosen: Settings) -> RunSettings:
         tensor_parallel=chosen.tp,
         pipeline_parallel=chosen.pp,
         context_parallel=chosen.cp,
+        expert_parallel=chosen.ep,
         sequence_parallel=chosen.sequence_parallel,
         micro_batch_size=chosen.micro_batch_size,
         seq_len=question.seq_len,

@@ -40,6 +40,7 @@ def said(asked: Question, chosen: Settings, name: str) -> str:
         "pipeline sends": f"pipeline sends over {network.link_name(tp * cp * dp, pp)}",
         "tensor parallelism": f"tensor-parallel {sends} over {network.link_name(1, tp)}",
         "context parallelism": f"context-parallel sends of keys and values over {network.link_name(tp, cp)}",
+        "expert parallelism": f"all-to-alls of tokens over {network.link_name(tp * cp, chosen.ep)}",
         "data parallelism": f"data-parallel {data} over {network.link_name(tp, dp * cp)}",
         "optimizer": "memory bandwidth of the optimizer step",
         "offload": "moving states to the host and stepping them there",

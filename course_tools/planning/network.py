@@ -64,5 +64,14 @@ class Network:
         return Wire(latency, (group.seconds(collective, 1e9) - latency) / 1e9)
 
 
+def all_to_all(network: Network, stride: int, size: int) -> Wire:
+    """Of what a rank hands out evenly among all: its own part stays, parts for the node and for others travel at once."""
+    if size == 1:
+        return Wire(0.0, 0.0)
+    here = math.gcd(size, max(network.per_node // stride, 1))
+    inside, outside = (here - 1) / size / network.inner.bandwidth, (size - here) / size / network.outer.bandwidth
+    return Wire(network.inner.latency if here == size else network.outer.latency, max(inside, outside))
+
+
 def _slower(link: Link, share: float) -> Link:
     return Link(link.name, link.latency, link.bandwidth * share, link.source)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -28,6 +30,13 @@ def tensor_degrees(shape: Shape, per_node: int) -> list[int]:
     return [tp for tp in divisors(per_node) if not why_not_tensor_parallel(shape, tp)]
 
 
+def expert_degrees(shape: Shape, dp: int) -> list[int]:
+    """Expert-parallel ranks among `dp` data-parallel ones; 1 alone where the model is no mixture."""
+    if shape.experts is None:
+        return [1]
+    return [ep for ep in divisors(math.gcd(dp, shape.experts.number)) if ep & (ep - 1) == 0]
+
+
 def grids(question: Question) -> list[Grid]:
     """Grids that use every GPU and give each data-parallel rank the same number of sequences."""
     shape, gpus, batch = question.shape, question.machines.gpus, question.global_batch
@@ -44,7 +53,7 @@ def grids(question: Question) -> list[Grid]:
                     continue
                 grid = Grid(dp=gpus // (tp * pp * cp), tp=tp, pp=pp, cp=cp)
                 if batch % grid.dp == 0 and all(getattr(grid, axis) == 1 or axis in question.axes for axis in AXES):
-                    found.append(grid)
+                    found += [replace(grid, ep=ep) for ep in expert_degrees(shape, grid.dp)]
     return found
 
 
@@ -67,6 +76,8 @@ def way_fault(way: Way, grid: Grid) -> str:
     ZeRO-2 and 3 or FSDP offload on it. And QLoRA, which is for few cards, is planned on data-parallel ranks alone.
     """
     ranks = grid.dp * grid.cp
+    if grid.ep > 1 and way.strategy not in ("ddp", "fsdp"):
+        return "expert parallelism is planned with ddp and fsdp alone: DeepSpeed has its own way."
     if ranks > 1 and way.strategy == "single":
         return "strategy='single' is for one data-parallel rank: take ddp, zero1, zero2, zero3 or fsdp."
     offloads = way.offload != "none" and "gradients" in STRATEGIES[way.strategy].shards
@@ -104,7 +115,7 @@ def table(question: Question, only: list[Grid] | None = None) -> Table:
     columns: list[np.ndarray] = []
     for index, grid in enumerate(all_grids):
         tp, pp = grid.tp, grid.pp
-        key = (grid.dp * grid.cp == 1, tp > 1, pp > 1, grid.cp > 1)
+        key = (grid.dp * grid.cp == 1, tp > 1, pp > 1, grid.cp > 1, grid.ep > 1)
         if key not in fitting:
             fitting[key] = np.array([i for i, way in enumerate(all_ways) if not way_fault(way, grid)], dtype=int)
         splits = (0, 1) if question.sequence_parallel and tp > 1 and (question.seq_len // grid.cp) % tp == 0 else (0,)

@@ -61,6 +61,7 @@ class Table:
             tp=grid.tp,
             pp=grid.pp,
             cp=grid.cp,
+            ep=grid.ep,
             sequence_parallel=bool(self.split[row]),
             micro_batch_size=int(self.b[row]),
             num_microbatches=int(self.m[row]),

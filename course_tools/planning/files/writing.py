@@ -72,6 +72,8 @@ def why_not(plan: Plan, target: str, *, base_model: str | None = None) -> str:
 
 def _texts(plan: Plan, target: str, base_model: str | None) -> dict[str, str]:
     refuse_combination(plan)
+    if plan.ep > 1:
+        raise Refused(f"No target here writes expert parallelism, and the plan has ep={plan.ep}")
     return _MODULES[target].files(plan, base_model)
 
 
