@@ -50,7 +50,7 @@ def drawn(seed: int) -> list[RLStep]:
     draw = random.Random(seed)
     mixed = "bf16-mixed"
     found = [RLStep("llama-3.1-8b", "full", mixed, "h100-80gb", 512, 512, 8, True)]  # not even the trainer fits
-    found += [RLStep("llama-3.2-3b", "full", mixed, "h100-80gb", 2048, 6144, 4, sleeps) for sleeps in (True, False)]
+    found += [RLStep("llama-3.2-3b", "full", mixed, "h100-80gb", 2048, 4096, 4, sleeps) for sleeps in (True, False)]
     found += [RLStep("llama-3.2-3b", "full", "bf16", on, 256, 256, 4, True) for on in ("40.5GiB", "44GiB")]  # the sync
     for model, on in (("qwen3-0.6b", "rtx4090"), ("llama-3.2-1b", "a100-80gb"), ("qwen2.5-7b", "h100-80gb")):
         method = "lora" if model == "qwen2.5-7b" else draw.choice(("full", "lora"))

@@ -156,6 +156,11 @@ def uncounted(shape: Shape, settings: RunSettings) -> tuple[str, ...]:
         )
     if shape.experts and settings.expert_parallel > 1:
         found.append("The router is taken to be fair; a rank whose experts are liked best gets more tokens.")
+    if settings.context_parallel > 1:
+        found.append(
+            "What the exchange of keys and values, or of heads, holds on its way is not counted: a published run over 4 "
+            "ranks needed half as much again."
+        )
     if shape.experts and settings.compile:
         found.append("Compiled blocks are known here of plain models, not of mixtures of experts.")
     return tuple(found)

@@ -9,6 +9,7 @@ from typing import Any
 
 from course_lib.choices import CHOICES
 from course_lib.memory import Breakdown, Host, Shape, card, estimate, host_memory
+from course_lib.memory.breakdown import HALF_WITHIN, HELD_OUT, NINE_OF_TEN_WITHIN
 from course_lib.memory.cards import read_memory
 from course_lib.memory.estimate import uncounted
 from course_lib.memory.fitting import largest_micro_batch, longest_sequence
@@ -129,6 +130,9 @@ def table(model: Shape, need: Breakdown, given: dict[str, Any], room: dict[str, 
         lines += [
             "",
             f"{room['name']} ({room['memory'] / GIB:.1f} GiB): {verdict}",
+            f"  reserved on it, expected: {need.reserved_on(room['memory']) / GIB:.2f} GiB",
+            f"  of {HELD_OUT} published peaks that were held out, half were predicted within {HALF_WITHIN:.0%}, nine of ten "
+            f"within {NINE_OF_TEN_WITHIN:.0%}",
             f"  largest micro-batch at this length: {room['largest_micro_batch']:,}",
             f"  longest sequence at this micro-batch: {room['longest_sequence']:,} tokens",
         ]

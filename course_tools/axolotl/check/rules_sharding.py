@@ -93,7 +93,9 @@ def ulysses(facts: Facts) -> Iterator[Finding]:
     settings, shape, ranks = facts.settings, facts.prediction.shape, facts.settings.context_parallel
     if ranks == 1 or not facts.given("deepspeed"):
         return
-    multiple = settings.number("pad_to_multiple_of")
+    multiple = (
+        settings.number("pad_to_multiple_of") if settings.given("pad_to_multiple_of") else 64
+    )  # Axolotl's collator
     tokens = multiple * -(-settings.number("sequence_len") // multiple)
     if shape and (shape.heads % ranks or (shape.kv_heads % ranks and ranks % shape.kv_heads)):
         sentence = f"DeepSpeed does not share {shape.heads} heads and {shape.kv_heads} kv heads among {ranks} ranks."

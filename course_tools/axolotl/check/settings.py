@@ -43,7 +43,6 @@ DEFAULTS = {
     "num_epochs": 1.0,
     "bf16": "auto",
     "sample_packing_bin_size": 200,
-    "pad_to_multiple_of": 64,
     "optimizer": "adamw_torch_fused",
     "output_dir": "./model-out",
 }
