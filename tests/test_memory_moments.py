@@ -89,6 +89,23 @@ def test_a_chunked_loss_has_one_chunk_of_fp32_logits_at_a_time() -> None:
     assert need.peak < estimate(SHAPE, **SIZES, optimizer="sgd").peak
 
 
+@pytest.mark.parametrize("held", [0, 2, 4])
+def test_logits_that_the_loop_holds_are_there_in_backward(held) -> None:
+    def step(ids: torch.Tensor) -> None:
+        out = model(input_ids=ids, labels=ids)
+        logits = {0: None, 2: out.logits, 4: out.logits.float() if held == 4 else None}[held]
+        loss = out.loss
+        del out
+        loss.backward()
+        del logits
+
+    with fake_tensors():
+        model = llama(SHAPE, dtype=torch.bfloat16)
+        seen = highest(model, step)
+    need = estimate(SHAPE, **SIZES, optimizer="sgd", keeps_logits=held)
+    assert need.peak == pytest.approx(seen, rel=0.02)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_embeddings_that_are_trained_beside_adapters_count(tied) -> None:
     shape = Shape(layers=2, hidden=128, heads=4, vocab=8192, kv_heads=2, intermediate=352, tied=tied)

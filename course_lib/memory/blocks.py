@@ -68,6 +68,7 @@ class Numerics:
         loss: "eager"; "half", in the dtype of the logits; "compiled", in one kernel; "chunked", the cross-entropy of an eighth of the tokens at a time; "fused", with the output layer.
         lora_targets: the matrices with adapters. selective_keeps: what selective checkpointing keeps.
         compiled: by torch.compile: what is element-wise runs in one kernel, whose inputs are kept; matrix products keep theirs.
+        split_vocab: ranks share the vocabulary, by torch's loss_parallel.
         shifted_logits: the loss copies the logits without their last row (transformers 4).
     """
 
@@ -100,6 +101,7 @@ class Numerics:
     selective_keeps: str = "products"
     compiled: bool = False
     shifted_logits: bool = False
+    split_vocab: bool = False
 
 
 def has_adapter(which: str, targets: str) -> bool:
@@ -394,7 +396,19 @@ def head(numerics: Numerics) -> tuple[Tape, Tensor]:
     if n.shifted_logits and part == 1:
         before = [logits, wide]
         wide = w.op("without the last row", [wide], "NV", 4)
-    shares = w.op("log-softmax", [wide], "NV", n.compute if n.loss == "half" else 4, saves_out=True)
+    each: Size = {"NV": 4} if n.split_vocab else {}  # torch's loss_parallel takes the steps one by one
+    if n.split_vocab:
+        before = [*before, wide]
+        wide = w.op("less the largest", [wide], "NV", 4, holds=before)
+    shares = w.op(
+        "log-softmax",
+        [wide],
+        "NV",
+        n.compute if n.loss == "half" else 4,
+        saves_out=True,
+        holds=before,
+        backward_temporary=each,
+    )
     if part < 1:
         shares.gradient = {"NV": 4 * part}
     w.op("negative log-likelihood", [shares], "one", 4, holds=before)

@@ -55,6 +55,8 @@ def estimate(
         optimizer_in_backward: each tensor is stepped as its gradient comes, and the gradient goes (one GPU).
         use_cache: the model keeps keys and values of all layers until the loss is there, as transformers do by default.
             Seen where checkpointing is torch's or FSDP's; transformers' own turns it off.
+        keeps_logits: bytes of each logit that the loop still holds in backward, because a name of its own points to the model's
+            output: 2 in `out = model(...); out.loss.backward()`; 4 where the model, or the loop, has cast them to fp32.
         train_embeddings: embedding and output layer are trained beside LoRA's factors (PEFT's modules_to_save).
         transformers: major version; 4 copies the logits once more, without their last row.
         eval_micro_batch_size: sequences in a batch of evaluation between two steps, where the logits are written out; 0:

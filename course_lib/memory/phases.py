@@ -91,7 +91,7 @@ def stage(
     experts: int = 1,
 ) -> Stage:
     """`accumulate`: gradients of earlier micro-batches are there already; `experts`: expert-parallel ranks."""
-    numerics = numerics_of(run, shape, experts)
+    numerics = replace(numerics_of(run, shape, experts), split_vocab=t > 1)
     grad_in = run.full or run.train_embeddings or not first
     accumulate = (
         accumulate or run.optimizer_in_backward
@@ -267,10 +267,17 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float, evaluated: Sizes | 
         moments["gradients reduced"] = PhaseEnd(during.left * (blocks - kept_block) + small, during.reduced)
     moments = {name: m._replace(saved=m.saved + earlier, rest=m.rest + split) for name, m in moments.items()}
     moments["optimizer step"] = PhaseEnd(0, during.step - r.step, rest=r.step)
+    if run.keeps_logits and last:  # the loop's, until backward is over
+        logits = run.keeps_logits * float(size.elements[_LOGITS])
+        for name in moments:
+            if "backward" in name or "gradient" in name or "reduce" in name:
+                moments[name] = moments[name]._replace(rest=moments[name].rest + logits)
     if run.use_cache and again:  # without checkpointing attention keeps those keys and values itself
         cache = layers * 2 * run.numerics.compute * float(size.elements[_KEYS])
-        for name in moments.keys() & {"forward of the last block", "the loss"}:
-            moments[name] = moments[name]._replace(rest=moments[name].rest + cache)
+        until = ("forward of the last block", "the loss")
+        for name in moments if run.keeps_logits else until:  # the model's output has it, too
+            if name in moments and name != "optimizer step":
+                moments[name] = moments[name]._replace(rest=moments[name].rest + cache)
     resting = r.weights + r.optimizer
     phases = {name: resting + moment.bytes(values) for name, moment in moments.items()}
     if evaluated:

@@ -38,7 +38,7 @@ def shape_of(model: str | Shape | Mapping[str, Any] | Any) -> Shape:
     Args:
         model: a preset's name ("llama-3.1-8b"), its name on the hub (case and organisation do not matter), any other name on
             the hub ("org/model", from the local cache or, where it can be reached, from the hub), a folder with config.json,
-            such a file, a mapping of :class:`Shape`'s fields, or a transformers configuration or model.
+            such a file or its content, a mapping of :class:`Shape`'s fields, or a transformers configuration or model.
 
     Raises:
         ValueError: what it is that cannot be read, in one sentence, with the nearest names that are known.
@@ -48,7 +48,7 @@ def shape_of(model: str | Shape | Mapping[str, Any] | Any) -> Shape:
     if isinstance(model, str | os.PathLike):
         return _named(str(model))
     if isinstance(model, Mapping):
-        return _from_widths(model)
+        return read_config(model) if "model_type" in model else _from_widths(model)
     config = getattr(model, "config", model)
     if not hasattr(config, "model_type") or not hasattr(config, "to_dict"):
         raise ValueError(f"No model can be read from {type(model).__name__}: give a preset's name, a config or widths.")

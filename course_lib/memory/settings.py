@@ -39,6 +39,7 @@ class RunSettings(NamedTuple):
     compile: bool = False
     optimizer_in_backward: bool = False
     use_cache: bool = False
+    keeps_logits: int = 0
     train_embeddings: bool = False
     transformers: int = 5
     lora_rank: int = 16
@@ -117,6 +118,7 @@ class Run:
     transformers: int
     lora_targets: str
     use_cache: bool
+    keeps_logits: int
     train_embeddings: bool
     reshard_after_forward: bool
     wrap_embeddings: bool
@@ -152,6 +154,7 @@ def _run(*choices: str | bool | int) -> Run:
         if type(RunSettings._field_defaults[name]) is bool and type(getattr(s, name)) is not bool:
             raise ValueError(f"{name}={getattr(s, name)!r}: give True or False.")
     pick("transformers", s.transformers, (4, 5))
+    pick("keeps_logits", s.keeps_logits, (0, 2, 4))
     if s.offload_activations and s.activation_checkpointing != "full":
         raise ValueError(
             "offload_activations moves what full checkpointing keeps: take activation_checkpointing='full'."

@@ -125,6 +125,8 @@ def table(model: Shape, need: Breakdown, given: dict[str, Any], room: dict[str, 
     ]
     if room is not None:
         verdict = "fits" if room["fits"] else "what is counted fits, and not all is counted"
+        if room["fits"] and need.device * (1 + HALF_WITHIN) > room["memory"]:
+            verdict += ", by less than the estimate is sure of"
         if room["fits"] is False:
             verdict = f"does not fit: {(need.device - room['memory']) / GIB:.2f} GiB too much"
         lines += [
