@@ -144,6 +144,7 @@ def test_experts_are_shared_out_among_data_ranks_and_tokens_pay_for_the_way() ->
     assert "expert parallelism" not in plans[1].parts and "EP 8" in str(eight)
     with pytest.raises(ValueError, match="ep=8"):
         write(eight, "axolotl", "nowhere")
+    assert "PEFT" in plan("mixtral-8x7b", "8xa100-80gb", global_batch=8, seq_len=512, methods="lora").note
     assert all(each.ep == 1 for each in plan("llama-2-7b", "8xh100-80gb", global_batch=8, seq_len=512).plans)
 
 

@@ -40,8 +40,8 @@ class Sizes(NamedTuple):
 class Stage(NamedTuple):
     """One pipeline stage of one model under one run: what does not change with batch and length.
 
-    `forms` are those of its blocks, of a mixture where there are two kinds; `plain` those of the plain blocks of a mixture and how many there are;
-    `up_to_mixture` as of `up_to_first_mixture`.
+    `forms` are those of its blocks, where there are two kinds those of the mixtures; `plain` those of the plain blocks beside
+    them, and how many there are; `up_to_mixture` as of `up_to_first_mixture`.
     """
 
     run: Run
@@ -93,9 +93,8 @@ def stage(
     """`accumulate`: gradients of earlier micro-batches are there already; `experts`: expert-parallel ranks."""
     numerics = replace(numerics_of(run, shape, experts), split_vocab=t > 1)
     grad_in = run.full or run.train_embeddings or not first
-    accumulate = (
-        accumulate or run.optimizer_in_backward
-    )  # either way a new gradient is added to what is there, and gone
+    # either way a new gradient is gone as soon as it is there: added to the old one, or used up
+    accumulate = accumulate or run.optimizer_in_backward
     # zero2 and zero3 move each gradient into a bucket, or to the host, as soon as it is there
     at_once = run.zero_stage > 1
     adapters = count(held(shape, 1, shape.layers, True, True, run.rank, targets=run.lora_targets).factors)

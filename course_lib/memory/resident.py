@@ -134,10 +134,11 @@ def resident(
 
 def _trained(run: Run, h: Held) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """What is trained; and which of it AdamW steps: all but what Muon takes, matrices of the blocks or LoRA's factors."""
-    trained = [*h.all_base()] if run.full else [*h.factors, *(_embeddings(h) if run.train_embeddings else ())]
+    copies = _embeddings(h) if run.train_embeddings else []
+    trained = [*h.all_base()] if run.full else [*h.factors, *copies]
     if run.optimizer != "muon":
         return trained, trained
-    return trained, [*h.vectors, *h.experts, *h.outer] if run.full else []
+    return trained, [*h.vectors, *h.experts, *h.outer] if run.full else copies
 
 
 def _embeddings(h: Held) -> list[tuple[int, int]]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from course_lib.memory import Shape
+from course_lib.memory.estimate import uncounted
 from course_lib.validation import check_counts
 from course_tools.planning.answer import Answer
+from course_tools.planning.fit import run_settings
 from course_tools.planning.machines import Machines
 from course_tools.planning.question import question
 from course_tools.planning.refusing import nothing_fits, refusals
@@ -58,5 +60,7 @@ def plan(
         searched=len(found.table),
         estimated=found.estimated,
         seconds=found.seconds(),
-        note=asked.machines.note,
+        note=" ".join(
+            filter(None, [asked.machines.note, *uncounted(asked.shape, run_settings(asked, found.plans[0]))])
+        ),
     )

@@ -6,6 +6,7 @@ import os
 from typing import Any, NamedTuple
 
 from course_lib.memory import Breakdown, Host, Shape, estimate, host_memory, largest_micro_batch, shape_of
+from course_lib.memory.estimate import uncounted
 from course_lib.memory.settings import RunSettings
 from course_tools.axolotl.check.settings import Settings
 
@@ -36,7 +37,7 @@ class Prediction(NamedTuple):
         shape: the model's; None where it is unknown.
         extra: bytes beside `memory` that Axolotl's own ways cost (see `fp32_outer`); the verdict counts them.
         host: of a machine's own memory.
-        fits: whether the card holds it; None without a card.
+        fits: whether the card holds it; None without a card, and where what is counted fits and not all is.
         largest: the largest micro_batch_size, or eval_batch_size where evaluation is the peak, that the card holds,
             everything else as it is; None where not asked.
         certain: the loss and the lengths are known, or what a single token needs is too much already.
@@ -65,13 +66,15 @@ def predict(settings: Settings) -> Prediction:
     try:
         memory = estimate(shape, micro_batch_size=micro, **chosen)
         per_node = settings.cluster.per_node if settings.cluster else MOST_PER_NODE
-        host = host_memory(shape, RunSettings(**chosen), per_node)
+        host, missing = host_memory(shape, RunSettings(**chosen), per_node), uncounted(shape, RunSettings(**chosen))
         fits = largest = None
         certain = True
         if settings.cluster and settings.cluster.card:
             room = settings.cluster.card.memory - extra
             fits = memory.fits(room)
-            if not fits:
+            if fits and missing:
+                fits = None  # nobody knows
+            elif not fits:
                 alone = estimate(shape, micro_batch_size=micro, **chosen | {"eval_micro_batch_size": 0})
                 memory = memory if alone.fits(room) else alone  # what training itself lacks comes first
                 largest = _largest(shape, memory, micro, chosen, room)
@@ -80,7 +83,8 @@ def predict(settings: Settings) -> Prediction:
                 certain = _loss_and_lengths_known(settings) or not least.fits(room)
     except ValueError as error:
         return Prediction(None, str(error), shape)
-    return Prediction(memory, "", shape, extra, host, fits, largest, certain, tuple(_caveats(settings, extra)))
+    caveats = (*missing, *_caveats(settings, extra))
+    return Prediction(memory, "", shape, extra, host, fits, largest, certain, caveats)
 
 
 def _largest(shape: Shape, memory: Breakdown, micro: int, chosen: dict[str, Any], room: int) -> int:

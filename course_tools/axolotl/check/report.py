@@ -25,7 +25,7 @@ class Report:
         batch: an optimizer step and an epoch. holders: what each rank holds.
         memory: of the fullest GPU, by the course's estimate; None with `memory_unknown`, why not.
         host: of a machine's own memory.
-        fits: whether the card holds it; None without a card. largest: the micro_batch_size that would, where it does not
+        fits: whether the card holds it; None without a card, or where not all is counted. largest: the micro_batch_size that would, where it does not
             (the eval_batch_size where evaluation is the peak).
         caveats: what the estimate does not see. findings: errors first.
     """
@@ -108,7 +108,10 @@ class Report:
             )
         if self.cluster and self.cluster.card:
             room = amount(self.cluster.card.memory)
-            lines.append(f"  {self.cluster.card.name}: {room}, {'fits' if self.fits else 'DOES NOT FIT'}")
+            verdict = {True: "fits", False: "DOES NOT FIT", None: "what is counted fits, and not all is counted"}[
+                self.fits
+            ]
+            lines.append(f"  {self.cluster.card.name}: {room}, {verdict}")
         if self.host and self.host.peak:
             loading, training = amount(self.host.loading), amount(self.host.training)
             lines.append(f"host memory a node: {loading} while the model is loaded, {training} offloaded from then on")
