@@ -101,6 +101,10 @@ def test_memory_is_the_courses_estimate_of_that_run() -> None:
         (QLORA, lora | {"strategy": "ddp", "method": "qlora"}),
         ({"optimizer": "adamw_torch"}, ddp | {"step": "foreach"}),
         ({"val_set_size": 0}, ddp | {"eval_micro_batch_size": 0}),
+        (
+            QLORA | {"lora_target_linear": None, "lora_target_modules": ["q_proj", "o_proj"]},
+            lora | {"strategy": "ddp", "method": "qlora", "lora_targets": "attention"},
+        ),
         ({"eval_batch_size": 7, "cut_cross_entropy": True}, ddp | {"eval_micro_batch_size": 7, "loss": "fused"}),
         (
             LORA | {"lora_modules_to_save": ["embed_tokens", "lm_head"]},

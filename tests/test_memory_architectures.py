@@ -16,7 +16,9 @@ from transformers.pytorch_utils import Conv1D
 
 from course_lib.memory import PRESETS, estimate, shape_of
 from course_lib.memory.architectures import LEFT_OUT, block_class, read_config
+from course_lib.memory.estimate import uncounted
 from course_lib.memory.presets import HUB_NAMES
+from course_lib.memory.settings import RunSettings
 from course_lib.observe.fake import MOMENTS, count_step, fake_tensors
 from course_lib.training.activation_checkpointing import set_checkpointing
 
@@ -180,7 +182,9 @@ def test_bitsandbytes_leaves_experts_in_16_bits() -> None:
         replace_with_bnb_linear(model, ["lm_head"], BitsAndBytesConfig(load_in_4bit=True))
     experts = [p for name, p in model.named_parameters() if ".experts." in name]
     assert experts and all(p.dtype is torch.bfloat16 for p in experts)
-    assert estimate(config, method="qlora").weights > sum(2 * p.numel() for p in experts)
+    in_16_bits = sum(2 * p.numel() for p in experts)
+    as_they_are, too = (estimate(config, method="qlora", quantize_experts=each).weights for each in (False, True))
+    assert as_they_are > in_16_bits and as_they_are - too > 0.7 * in_16_bits
 
 
 # Held against a step that is run on fake tensors. Where it is more than 2 %, tensors of one name in the code live longer than is
@@ -209,6 +213,19 @@ def test_a_step_needs_what_was_estimated(kind, checkpointing) -> None:
     assert need.weights == pytest.approx(counted.parameters, abs=64)  # buffers of a few numbers
     peak = max(size for phase, size in need.phases.items() if phase != "optimizer step")
     assert peak == pytest.approx(executed, rel=WIDER.get(kind, 0.02))
+
+
+def test_adapters_on_experts_are_not_counted_and_are_said_not_to_be() -> None:
+    """PEFT 0.21 adapts the experts of this architecture where all linear layers are named, and not those of gpt-oss."""
+    for kind, adapted in (("qwen3_moe", True), ("gpt_oss", False)):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config := configuration(kind))
+            inject_adapter_in_model(LoraConfig(r=8, target_modules="all-linear"), model)
+        names = [name for name, parameter in model.named_parameters() if "lora_" in name]
+        assert any("experts" in name for name in names) is adapted
+        shape = shape_of(config)
+        assert bool(uncounted(shape, RunSettings(method="lora"))) is adapted
+        assert not uncounted(shape, RunSettings(method="lora", lora_targets="attention"))
 
 
 def test_experts_go_to_ranks_of_their_own() -> None:

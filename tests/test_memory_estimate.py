@@ -88,6 +88,7 @@ def test_the_peak_is_the_worst_moment_and_not_the_sum() -> None:
     assert need.peak < states(need) + need.activations + need.logits
     assert need.cuda_context > 0 and need.reserved.low <= need.device - need.cuda_context <= need.reserved.expected
     assert need.peak <= need.reserved.low <= need.reserved.expected <= need.reserved.high
+    assert estimate(LLAMA, loss="fused").logits == 0 < estimate(LLAMA, eval_micro_batch_size=1).logits
     fused, foreach = (estimate(SEVEN, step=step).phases["optimizer step"] for step in ("fused", "foreach"))
     assert foreach - fused == 4 * SEVEN.parameters, "foreach AdamW makes a copy of a state"
     short, long = (estimate("smollm2-135m", precision="fp32", seq_len=tokens) for tokens in (64, 4096))
@@ -130,7 +131,7 @@ def test_names_and_cards_as_people_write_them() -> None:
         assert shape_of(name).layers == 32, name
     assert shape_of("Qwen/Qwen3-0.6B-Base") is shape_of("qwen3-0.6b")
     assert card("24GiB").memory == 24 * GIB and card(" 24 GB ").memory == 24 * 10**9
-    assert card("A100-80GB") is CARDS["a100-80gb"]
+    assert card("A100-80GB") is CARDS["a100-80gb"] and card("h100") is CARDS["h100-80gb"]
 
 
 WIDTHS = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 256}  # of a config
@@ -139,6 +140,9 @@ REFUSED = [
     (3, {}, "int"),
     ({"layers": 2}, {}, "hidden"),
     ({"layer": 2}, {}, "'layers'"),
+    ({"layers": 2, "hidden": 64, "heads": 4, "vocab": 9, "experts": 4}, {}, "experts=4"),
+    ({"model_type": "gemma3", "text_config": "a"}, {}, "text_config"),
+    ("", {}, "No model"),
     ({"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 3, "vocab": 9}, {}, "kv_heads=3"),
     (SimpleNamespace(model_type="mamba", to_dict=lambda: {"model_type": "mamba"} | WIDTHS), {}, "mamba"),
     (LLAMA, {"card": "v100"}, "v100-16gb"),

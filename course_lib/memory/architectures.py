@@ -81,7 +81,9 @@ def read_config(values: Mapping[str, Any], name: str = "") -> Shape:
     """
     kind = str(values.get("model_type") or "")
     if kind in INSIDE:
-        values, kind = values.get("text_config") or {}, INSIDE[kind]
+        values, kind = values.get("text_config"), INSIDE[kind]
+        if not isinstance(values, Mapping):
+            raise ValueError("This configuration has no text_config, where its language model stands.")
     if kind not in LEFT_OUT:
         near = did_you_mean(kind, LEFT_OUT, most=3, cutoff=0.4) or list(LEFT_OUT)
         raise ValueError(

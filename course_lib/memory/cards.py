@@ -82,6 +82,11 @@ def card(name: str | Card) -> Card:
     key = name.strip().lower().replace(" ", "")
     if key in CARDS:
         return CARDS[key]
+    sizes = [known for known in CARDS if key and known.startswith(f"{key}-")]  # h100 means h100-80gb
+    if len(sizes) > 1:
+        raise ValueError(f"{name!r} comes in several sizes: write {' or '.join(sizes)}.")
+    if sizes:
+        return CARDS[sizes[0]]
     if memory := _amount(key):
         return Card(name.strip(), memory, True, 0.0, 0.0)
     near = did_you_mean(key, CARDS, most=3, cutoff=0.3) or ["t4", "a100-80gb", "h100-80gb"]
@@ -113,7 +118,4 @@ def read_cards(text: str) -> Cards:
         return Cards(nodes, per_node, None)
     if name.lower() in CARDS:
         return Cards(nodes, per_node, CARDS[name.lower()])
-    sizes = [known for known in CARDS if name and known.startswith(name.lower() + "-")]  # h100 means h100-80gb
-    if len(sizes) > 1:
-        raise ValueError(f"{name!r} comes in several sizes: write {' or '.join(sizes)}.")
-    return Cards(nodes, per_node, card(sizes[0] if sizes else name))
+    return Cards(nodes, per_node, card(name))

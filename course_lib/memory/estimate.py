@@ -33,40 +33,47 @@ def estimate(
             them to the fused kernel); "adamw8bit"; "paged_adamw8bit" (its states may move to the host when memory is
             short: counted as not on the GPU; on a CPU it is adamw8bit); "muon" (torch.optim.Muon, with one state in the
             weights' dtype, for the blocks' matrices or LoRA's factors, and adamw for the rest); "sgd" (no momentum).
-        strategy: how data-parallel ranks share the states; `ranks` is the number of data-parallel ranks.
-        tensor_parallel, pipeline_parallel, context_parallel: ranks along these axes; the GPUs in all are their product
-            with `ranks`. States are shared by data- and context-parallel ranks together. The fullest pipeline stage is
-            reported, under the 1F1B schedule.
+        strategy: how data-parallel ranks share the states.
+        ranks: data-parallel ranks.
+        tensor_parallel: ranks that share each matrix. The GPUs in all are the product of all ranks' numbers.
+        pipeline_parallel: stages; the fullest one is reported, under the 1F1B schedule.
+        context_parallel: ranks that share a sequence, and the states with the data-parallel ones.
         expert_parallel: of a mixture of experts, data-parallel ranks that hold one copy of the experts together, as in
             torchtitan; the router is taken to be fair.
         sequence_parallel: norms and residuals are split along the sequence, too (arXiv:2205.05198).
-        micro_batch_size: sequences in one forward pass. seq_len: tokens per sequence.
+        micro_batch_size: sequences in one forward pass.
+        seq_len: tokens per sequence.
         num_microbatches: forward passes in one optimizer step (gradient accumulation, or a pipeline's micro-batches).
         virtual_stages: stages that each pipeline rank holds, under the interleaved 1F1B schedule.
-        activation_checkpointing: "full" keeps each block's input; "selective" also what `selective_keeps` says: outputs of
-            attention and of all matrix "products", as this course and Axolotl do; of "half of products", as torchtitan; or
-            "all but scores", as Megatron-LM, where only eager attention is computed again (arXiv:2205.05198).
+        activation_checkpointing: "full" keeps each block's input; "selective" also what `selective_keeps` says.
+        selective_keeps: outputs of attention and of all matrix "products", as this course and Axolotl do;
+            "half_of_products", as torchtitan; or "all_but_scores", as Megatron-LM, where only eager attention is computed
+            again (arXiv:2205.05198).
         offload_activations: what full checkpointing keeps lies on the host.
         attention: "flash" never writes the scores out; "eager" does.
         loss: "eager" writes all logits out, once more in fp32; "half" stays in 16 bits, as F.cross_entropy does in a loop of
-            one's own; "compiled" keeps the 16-bit logits alone; "chunked" computes the cross-entropy of an eighth of the tokens at a time;
-            "fused" output layer and loss together, as Liger, CCE and torch's linear_cross_entropy do.
+            one's own; "compiled" keeps the 16-bit logits alone; "chunked" computes the cross-entropy of an eighth of the
+            tokens at a time; "fused" output layer and loss together, a chunk at a time, as Liger, CCE and torch's
+            linear_cross_entropy do.
         compile: each block is compiled, as torchtitan and torchtune do it, and with loss="chunked" each chunk's loss.
         optimizer_in_backward: each tensor is stepped as its gradient comes, and the gradient goes (one GPU).
         use_cache: the model keeps keys and values of all layers until the loss is there, as transformers do by default.
             Seen where checkpointing is torch's or FSDP's; transformers' own turns it off.
-        keeps_logits: bytes of each logit that the loop still holds in backward, because a name of its own points to the model's
-            output: 2 in `out = model(...); out.loss.backward()`; 4 where the model, or the loop, has cast them to fp32.
+        keeps_logits: bytes of each logit that your loop still holds in backward because a variable has the model's output: 2 in
+            `out = model(...); out.loss.backward()`; 4 where they were cast to fp32; 0 where nobody has them.
         train_embeddings: embedding and output layer are trained beside LoRA's factors (PEFT's modules_to_save).
+        quantize_experts: under QLoRA a mixture's experts are in NF4, too, as with Axolotl's quantize_moe_experts; bitsandbytes alone
+            leaves them in 16 bits.
         transformers: major version; 4 copies the logits once more, without their last row.
         eval_micro_batch_size: sequences in a batch of evaluation between two steps, where the logits are written out; 0:
             there is none.
-        loading: "sharded"; "whole": each process reads the whole checkpoint. It matters to the host, see `host_memory`, and
-            to the card under QLoRA, which quantizes there.
+        loading: "whole": each process reads the whole checkpoint into the host's memory, and under QLoRA quantizes it on its
+            card; "sharded": one process of a machine reads it, or tensors go straight to the card.
         offload: "optimizer" (zero1, zero2, zero3): states and gradients on the host; "all" (zero3, fsdp): parameters as
             well. FSDP2 has nothing between "none" and "all".
-        lora_rank: of each matrix that has an adapter. lora_targets: "all" linear layers of a block, or "attention" alone.
-        step: AdamW's implementation: "fused" (no temporary, the choice of transformers' Trainer and of this course),
+        lora_rank: of each matrix that has an adapter.
+        lora_targets: "all" linear layers of a block, or those of "attention" alone.
+        step: which of PyTorch's AdamWs: "fused" (no temporary, the choice of transformers' Trainer and of this course),
             "foreach" (torch.optim.AdamW's own on CUDA: one state-sized temporary), "loop" (its own on the CPU: two of
             the largest tensor).
         device: "cuda" or "cpu": bitsandbytes' CPU step unpacks 8-bit states, five fp32 tensors of the largest size.
@@ -151,10 +158,11 @@ def _with_loading(step: Breakdown, shape: Shape, settings: RunSettings) -> Break
 def uncounted(shape: Shape, settings: RunSettings) -> tuple[str, ...]:
     """Sentences about what these settings can need beyond the estimate; none where all is counted."""
     found = []
-    if shape.experts and settings.method != "full" and not shape.experts.bias and not shape.experts.rows:
+    by_peft = shape.experts and not shape.experts.bias and not shape.experts.rows
+    if by_peft and settings.method != "full" and settings.lora_targets == "all":
         found.append(
             "Adapters are counted beside linear layers. PEFT's all-linear adapts the experts, too, and makes a copy of their "
-            "weights for it: name attention's matrices as target_modules."
+            "weights for it: name attention's matrices as target_modules, and take lora_targets='attention'."
         )
     if shape.experts and settings.expert_parallel > 1:
         found.append("The router is taken to be fair; a rank whose experts are liked best gets more tokens.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from course_lib.memory.parameters import count, held
-from course_lib.memory.quantized import nf4_bytes
+from course_lib.memory.quantized import adam8bit_bytes, nf4_bytes
 from course_lib.memory.settings import Run, RunSettings
 from course_lib.memory.shapes import Shape
 
@@ -34,7 +34,8 @@ def host_memory(shape: Shape, settings: RunSettings, per_node: int) -> Host:
     machine does that for weights that are sharded (FSDP's cpu_ram_efficient_loading), and weights that are not, and NF4,
     go to the card one tensor at a time.
     Offloaded are, of each trained parameter, DeepSpeed's fp32 copy, gradient and two moments, or FSDP2's weight, gradient
-    and moments as they are; with offload="all" the weights too; with offload_activations the inputs of all blocks.
+    and moments as they are; with offload="all" the weights too; with offload_activations the inputs of all blocks; and the
+    states of a paged optimizer.
     """
     run = settings.run
     gpus = settings.gpus
@@ -45,6 +46,10 @@ def host_memory(shape: Shape, settings: RunSettings, per_node: int) -> Host:
     if run.offload_activations:  # each block's, of the stage that one GPU has
         tokens = settings.micro_batch_size * settings.seq_len // settings.context_parallel
         inputs = -(-shape.layers // settings.pipeline_parallel) * tokens * shape.hidden * run.stored
+    if run.optimizer == "paged_adamw8bit":  # its states move here when the card is short
+        trained = held(shape, 1, shape.layers, True, True, run.rank, 1, run.lora_targets)
+        paged = sum(adam8bit_bytes(n) * number for n, number in (trained.all_base() if run.full else trained.factors))
+        inputs += paged // gpus
     return Host(CHECKPOINT * shape.parameters * readers, offloaded_bytes(shape, run) * here // gpus + inputs * here)
 
 

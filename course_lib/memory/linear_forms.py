@@ -70,7 +70,8 @@ def forms(numerics: Numerics, grad_in: bool, accumulate: bool) -> Forms:
         rows.extend(moment.total for moment in candidates)
         parts.extend(candidates)
     matrices = (_matrix(sizes) for sizes in (rows, [m.saved for m in parts], [m.weight_grads for m in parts]))
-    return Forms(*matrices, *slices, logits=max(moment.total.get("NV", 0) for moment in parts))
+    of_training = parts[: slices[-1].start]
+    return Forms(*matrices, *slices, logits=max(moment.total.get("NV", 0) for moment in of_training))
 
 
 def _matrix(rows: list[Size]) -> np.ndarray:

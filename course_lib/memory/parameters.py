@@ -61,7 +61,7 @@ def local_matrices(block: Block, tensor_parallel: int) -> dict[str, tuple[int, i
 def local_factors(block: Block, rank: int, tensor_parallel: int, targets: str) -> dict[str, tuple[int, int]]:
     """LoRA's A and B of each matrix, in elements, on one tensor-parallel rank: the split side is split in them too.
 
-    Experts have none: they are parameters of their own, no linear layers, and PEFT's "all-linear" leaves them out.
+    Experts have none here: they are parameters of their own, no linear layers; `uncounted` says what PEFT does to some.
     """
     return {
         which: (rank * columns, rank * rows)

@@ -45,8 +45,10 @@ def shape_of(model: str | Shape | Mapping[str, Any] | Any) -> Shape:
     """
     if isinstance(model, Shape):
         return model
-    if isinstance(model, str | os.PathLike):
-        return _named(str(model))
+    if isinstance(model, str):
+        return _named(model)
+    if isinstance(model, os.PathLike):
+        return _from_path(Path(model), os.fspath(model))
     if isinstance(model, Mapping):
         return read_config(model) if "model_type" in model else _from_widths(model)
     config = getattr(model, "config", model)
@@ -92,12 +94,12 @@ def _named(name: str) -> Shape:
     organisation, _, tail = text.lower().rpartition("/")
     preset = _tails().get(re.sub(_ENDINGS, "", tail))
     path = Path(text).expanduser()
-    if preset and (HUB_NAMES[preset] or not organisation) and not path.exists():
+    if preset and (not organisation or (HUB_NAMES[preset] and not path.exists())):
         return PRESETS[preset]
+    if not text:
+        raise ValueError("No model is named: give a preset's name, a name on the hub, a folder or widths.")
     if path.is_dir() or path.is_file() or text.endswith(".json") or text.startswith(("/", ".", "~")):
         return _from_path(path, text)
-    if preset and not organisation:
-        return PRESETS[preset]
     if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
         return _from_hub(text)
     raise ValueError(f"No model is called {name!r}: {_nearest(tail)}")

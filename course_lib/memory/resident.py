@@ -149,11 +149,12 @@ def _embeddings(h: Held) -> list[tuple[int, int]]:
 
 def _experts_at_rest(run: Run, shape: Shape, h: Held) -> int:
     """bitsandbytes quantizes linear layers. A mixture's experts were such in transformers 4, one by one, but for gpt-oss's and
-    Llama 4's; in transformers 5 they are parameters of their own, and stay in 16 bits."""
+    Llama 4's; in transformers 5 they are parameters of their own, and stay in 16 bits unless somebody sees to it."""
     e = shape.experts
-    if run.method != "qlora" or run.transformers == 5 or e is None or e.bias or e.rows:
-        return run.at_rest * count(h.experts)
-    return nf4_bytes(count(h.experts))
+    linear = run.transformers == 4 and e is not None and not e.bias and not e.rows
+    if run.method == "qlora" and (linear or run.quantize_experts):
+        return nf4_bytes(count(h.experts))
+    return run.at_rest * count(h.experts)
 
 
 def _factors_at_rest(run: Run) -> int:

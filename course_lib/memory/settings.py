@@ -41,6 +41,7 @@ class RunSettings(NamedTuple):
     use_cache: bool = False
     keeps_logits: int = 0
     train_embeddings: bool = False
+    quantize_experts: bool = False
     transformers: int = 5
     lora_rank: int = 16
     lora_targets: str = "all"
@@ -120,6 +121,7 @@ class Run:
     use_cache: bool
     keeps_logits: int
     train_embeddings: bool
+    quantize_experts: bool
     reshard_after_forward: bool
     wrap_embeddings: bool
     bucket_elements: int

@@ -126,6 +126,12 @@ class Shape:
             raise ValueError(
                 f"hidden={self.hidden} does not split into heads={self.heads}: give another number of heads."
             )
+        for field, kind in (("experts", Experts), ("latent", Latent), ("fused", tuple), ("norms", str)):
+            value = getattr(self, field)
+            if not isinstance(value, kind) and value is not None:
+                raise ValueError(f"{field}={value!r}: widths alone do not say it; give a config.json.")
+        if self.experts and not 0 < self.experts.active <= self.experts.number:
+            raise ValueError(f"{self.experts.active} of {self.experts.number} experts cannot be active.")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}: each group needs as many."

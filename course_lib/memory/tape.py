@@ -114,11 +114,11 @@ class Tape:
 
         Half of the products are those of torchtitan: attention's output and every second of the others.
         """
-        if what == "all but scores":
+        if what == "all_but_scores":
             scores = {tensor for tensor in self._saved_tensors() if "NS" in tensor.size}
             return plus(*(tensor.size for tensor in self._saved_tensors() if tensor not in scores))
         kept = [op for op in self.ops if op.kept]
-        if what == "half of products":
+        if what == "half_of_products":
             products = [op for op in kept if op.name != "attention"]
             kept = [op for op in kept if op.name == "attention"] + products[::2]
         return plus(*(op.out.size for op in kept))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,13 @@ def options() -> dict[str, inspect.Parameter]:
     return {name: one for name, one in inspect.signature(estimate).parameters.items() if one.kind is one.KEYWORD_ONLY}
 
 
+def explained() -> dict[str, str]:
+    """What the docstring of `estimate` says of each setting."""
+    entry = r"^        (\w+(?:, \w+)*): (.*(?:\n {12}.*|\n(?=\n {12}))*)"
+    found = re.findall(entry, estimate.__doc__ or "", flags=re.MULTILINE)
+    return {name: " ".join(text.split()) for names, text in found for name in names.split(", ")}
+
+
 def parser() -> ArgumentParser:
     """An option for each setting of `estimate`; what a value must be is `estimate`'s business."""
     made = ArgumentParser(prog="beyond memory", description="GPU memory of a training step, before it runs.")
@@ -36,17 +44,24 @@ def parser() -> ArgumentParser:
         metavar="NAME",
         help="llama-3.1-8b, a name on the hub, a folder with config.json, or widths: layers=2,hidden=64,heads=4,vocab=256",
     )
+    says = explained()
     for name, setting in options().items():
         flag, default = "--" + name.replace("_", "-"), setting.default
+        said = says.get(name, "").replace("%", "%%")
         if name == "card":
             made.add_argument(flag, metavar="CARD", help="a100-80gb, t4, ..., or 24GiB: say whether and what fits it")
         elif isinstance(default, bool):
-            made.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
+            made.add_argument(
+                flag,
+                action=argparse.BooleanOptionalAction,
+                default=default,
+                help=f"{said} Default {'on' if default else 'off'}.",
+            )
         elif isinstance(default, int):
-            made.add_argument(flag, type=int, default=default, metavar="N", help=f"default {default:,}")
+            made.add_argument(flag, type=int, default=default, metavar="N", help=f"{said} Default {default:,}.")
         else:
             choices = ", ".join(CHOICES[name])
-            made.add_argument(flag, default=default, metavar="X", help=f"{choices}; default {default}")
+            made.add_argument(flag, default=default, metavar="X", help=f"{choices}; default {default}. {said}")
     made.add_argument("--per-node", type=int, default=8, metavar="N", help="GPUs of a machine, at most; default 8")
     made.add_argument("--host-memory", metavar="SIZE", help="64GiB: a machine's own memory; say whether that does")
     made.add_argument("--json", action="store_true", help="bytes, as JSON")
@@ -80,7 +95,8 @@ def main(argv: Sequence[str]) -> int:
 def _room(model: Shape, need: Breakdown, given: dict[str, Any]) -> dict[str, Any]:
     """What the card holds, with every other setting as given."""
     found = card(given["card"])
-    batch = {name: value for name, value in given.items() if name not in ("card", "micro_batch_size")}
+    training = given | {"eval_micro_batch_size": 0}  # how much evaluates at a time is another question
+    batch = {name: value for name, value in training.items() if name not in ("card", "micro_batch_size")}
     length = {name: value for name, value in given.items() if name not in ("card", "seq_len")}
     return {
         "name": found.name,
@@ -109,9 +125,13 @@ def table(model: Shape, need: Breakdown, given: dict[str, Any], room: dict[str, 
     usual = {name: one.default for name, one in options().items()}
     chosen = [f"{name}={value}" for name, value in given.items() if value != usual[name] and name != "card"]
     active = f" ({model.active_parameters:,} for each token)" if model.experts else ""
+    here = " on this GPU's part of it" if need.num_trainable < need.num_parameters and given["method"] == "full" else ""
+    wide_experts = model.experts and given["method"] == "qlora" and not given["quantize_experts"]
+    wide_experts = wide_experts and given["transformers"] == 5
     lines = [
-        f"{model.name}: {need.num_parameters:,} parameters{active}, {need.num_trainable:,} of them trained on this GPU",
+        f"{model.name}: {need.num_parameters:,} parameters{active}, {need.num_trainable:,} of them trained{here}",
         f"settings: {', '.join(chosen) or 'all as usual'}",
+        *(["bitsandbytes leaves the experts in 16 bits: see --quantize-experts"] if wide_experts else []),
         "",
         f"{'':30}{'bytes':>20}{'GiB':>10}",
         *(_line(name, getattr(need, name)) for name in CATEGORIES),
@@ -132,7 +152,11 @@ def table(model: Shape, need: Breakdown, given: dict[str, Any], room: dict[str, 
         lines += [
             "",
             f"{room['name']} ({room['memory'] / GIB:.1f} GiB): {verdict}",
-            f"  reserved on it, expected: {need.reserved_on(room['memory']) / GIB:.2f} GiB",
+            *(
+                [f"  reserved on it, expected: {need.reserved_on(room['memory']) / GIB:.2f} GiB"]
+                if room["fits"]
+                else []
+            ),
             f"  of {HELD_OUT} published peaks that were held out, half were predicted within {HALF_WITHIN:.0%}, nine of ten "
             f"within {NINE_OF_TEN_WITHIN:.0%}",
             f"  largest micro-batch at this length: {room['largest_micro_batch']:,}",

@@ -26,6 +26,7 @@ LOSSES = {
     "chunked_cross_entropy": "chunked",
 }
 LESS = ("tiled_mlp", "activation_offloading")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 EMBEDDINGS = ("embed_tokens", "lm_head", "wte")
 
 
@@ -176,6 +177,14 @@ def choices(settings: Settings) -> dict[str, Any]:
     if method != "full":
         chosen["lora_rank"] = settings.number("lora_r")
         saved = settings.given("lora_modules_to_save") or []
+        modules = settings.given("lora_target_modules")
+        if isinstance(modules, list) and not settings.given("lora_target_linear"):
+            chosen["lora_targets"] = (
+                "attention"
+                if all("mlp" not in m and m.split(".")[-1] in ATTENTION for m in map(str, modules))
+                else "all"
+            )
+        chosen["quantize_experts"] = method == "qlora" and bool(settings.given("quantize_moe_experts"))
         chosen["train_embeddings"] = any(str(name) in EMBEDDINGS for name in saved)
     efficient = settings.fsdp.get("cpu_ram_efficient_loading") or settings.given("qlora_sharded_model_loading")
     if strategy == "fsdp" and not efficient:

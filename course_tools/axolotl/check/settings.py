@@ -23,7 +23,7 @@ KEYS = {
         dataloader_drop_last auto_resume_from_checkpoints save_only_model lora_target_linear skip_prepare_dataset
         lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel xformers_attention sage_attention
         flex_attention flash_attention sdp_attention eager_attention qlora_sharded_model_loading
-        offload_params cpu_ram_efficient_loading activation_checkpointing""",
+        offload_params cpu_ram_efficient_loading activation_checkpointing quantize_moe_experts""",
     "text": """base_model tokenizer_config adapter optimizer attn_implementation save_strategy output_dir
         resume_from_checkpoint lora_model_dir rl path split field field_messages message_field_role
         message_field_content state_dict_type final_state_dict_type""",
