@@ -155,6 +155,8 @@ REFUSED = [
     (LLAMA, {"pipeline_parallel": 33}, "pipeline_parallel=33"),
     (LLAMA, {"tensor_parallel": 16}, "8 kv heads"),
     (LLAMA, {"context_parallel": 3}, "context_parallel=3"),
+    (LLAMA, {"virtual_stages": 2}, "pipeline_parallel"),
+    (LLAMA, {"sequence_parallel": True}, "tensor_parallel"),
     (LLAMA, {"strategy": "fsdp", "ranks": 2, "expert_parallel": 2}, "no mixture"),
     ("mixtral-8x7b", {"strategy": "fsdp", "ranks": 6, "expert_parallel": 3}, "8 experts"),
     ("mixtral-8x7b", {"strategy": "zero3", "ranks": 8, "expert_parallel": 8}, "DeepSpeed"),

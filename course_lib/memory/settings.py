@@ -219,6 +219,12 @@ def check_sizes(shape: Shape, settings: RunSettings) -> None:
     if type(settings.eval_micro_batch_size) is not int or settings.eval_micro_batch_size < 0:
         raise ValueError(f"eval_micro_batch_size={settings.eval_micro_batch_size!r}: give a whole number, 0 for none.")
     check_choice("loading", settings.loading)
+    if settings.virtual_stages > 1 and settings.pipeline_parallel == 1:
+        raise ValueError(
+            f"virtual_stages={settings.virtual_stages} share out a pipeline: with it give pipeline_parallel."
+        )
+    if settings.sequence_parallel and settings.tensor_parallel == settings.context_parallel == 1:
+        raise ValueError("sequence_parallel splits over the tensor-parallel ranks: with it give tensor_parallel.")
     check_length(shape, settings.seq_len)
     _check_split(
         shape,
