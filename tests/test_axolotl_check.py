@@ -158,6 +158,14 @@ def test_a_node_s_own_memory_is_part_of_the_answer(folder: Path) -> None:
     assert f"{4 * parameters / 2**30:.2f} GiB" in str(whole)
 
 
+def test_what_is_not_counted_keeps_a_run_from_fitting(folder: Path) -> None:
+    values = changed(base_model="Qwen/Qwen3-30B-A3B", pad_to_sequence_len=True, micro_batch_size=1, **LORA)
+    report = check(values, gpus="2xb200")  # PEFT adapts the experts, too
+    assert report.fits is None and report.caveats and not report.errors
+    attention = {"lora_target_linear": None, "lora_target_modules": ["q_proj", "v_proj"]}
+    assert check(values | attention, gpus="2xb200").fits is True
+
+
 def test_rows_and_steps_of_packed_capped_and_mixed_data(folder: Path) -> None:
     texts = [{"path": "./texts.jsonl", "type": "completion"}]
     packing = {"datasets": texts, "sample_packing": True, "sequence_len": 16, "val_set_size": 0}

@@ -54,6 +54,7 @@ def test_accelerate_s_own_loader_takes_each_kind(tmp_path) -> None:
         assert (read.distributed_type.value, read.num_processes, read.num_machines) == (kind, 16, 2)
         assert read.mixed_precision == "bf16" and not read.use_cpu
         assert set(read.fsdp_config) | set(read.deepspeed_config) <= set(options)  # it reads past others in silence
+    assert read.fsdp_config["fsdp_cpu_ram_efficient_loading"] is True
     assert read.fsdp_config["fsdp_version"] == 2 and read.fsdp_config["fsdp_activation_checkpointing"] is True
     assert read.fsdp_config["fsdp_transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer"
 
@@ -67,9 +68,9 @@ def test_axolotl_s_yaml_is_the_plan() -> None:
     assert result["deepspeed"]["zero_optimization"]["stage"] == 2
     assert result["deepspeed"]["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     tensor = yaml.safe_load(text_of(a_plan("fsdp", tp=4, dp=2, **LLAMA | {"on": "8xh100-80gb"}), "axolotl"))
-    assert (
-        tensor["tensor_parallel_size"] == 4 and "fsdp_config" not in tensor
-    )  # transformers shards by itself beside it
+    assert tensor["tensor_parallel_size"] == 4 and "fsdp_config" not in tensor  # beside it transformers shards
+    shards = yaml.safe_load(text_of(a_plan("fsdp", method="qlora", **LLAMA | {"on": "2xa100-80gb"}), "axolotl"))
+    assert shards["fsdp_config"]["cpu_ram_efficient_loading"] is True  # else each card would take the whole model
     report = check(tensor, gpus="8xh100-80gb")
     assert report.batch.global_batch == 8 and not report.errors
 

@@ -65,7 +65,8 @@ class Numerics:
         layer_norm: LayerNorm in the place of RMSNorm. norms, wide_norms, gelu_in_parts, sinks, softcap: as of `Shape`.
         rotary: queries and keys turn with the position. fused: they are one matrix's output, with the values.
         train_embeddings: embedding and output layer are trained beside LoRA's factors.
-        loss: "eager"; "half", in the dtype of the logits; "compiled", in one kernel; "chunked", the cross-entropy of an eighth of the tokens at a time; "fused", with the output layer.
+        loss: "eager"; "half", in the dtype of the logits; "compiled", in one kernel; "chunked", the cross-entropy of an eighth
+            of the tokens at a time; "fused", with the output layer.
         lora_targets: the matrices with adapters. selective_keeps: what selective checkpointing keeps.
         compiled: by torch.compile: what is element-wise runs in one kernel, whose inputs are kept; matrix products keep theirs.
         split_vocab: ranks share the vocabulary, by torch's loss_parallel.
