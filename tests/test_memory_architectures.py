@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
+from functools import cache, partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import pytest
 import torch
@@ -269,6 +271,26 @@ def test_hub_names_in_any_writing_and_from_the_cache(tmp_path, monkeypatch) -> N
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert shape_of("me/mine").parameters == read_config(configuration("olmo2").to_dict()).parameters
+
+
+def test_a_model_that_is_on_the_hub_alone_is_read_from_there(tmp_path, monkeypatch) -> None:
+    import huggingface_hub.constants
+
+    there = tmp_path / "me" / "other" / "resolve" / "main"
+    configuration("granite").save_pretrained(there)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as hub:
+        thread = Thread(target=hub.serve_forever)
+        thread.start()
+        template = f"http://127.0.0.1:{hub.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        try:
+            assert shape_of("me/other").parameters == count(on_meta("granite"))
+            assert_refused([(lambda: shape_of("me/nothing"), ValueError, "me/nothing")])
+        finally:
+            hub.shutdown()
+            thread.join()
 
 
 def test_what_is_no_model_is_refused(tmp_path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 from course_lib.memory.architectures import read_config
 from course_lib.memory.shapes import Shape
@@ -128,14 +129,23 @@ def _from_path(path: Path, text: str) -> Shape:
 @cache
 def _from_hub(name: str) -> Shape:
     """A model that is no preset, by its config.json in the local cache or on the hub."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import build_hf_headers
 
     try:
-        file = hf_hub_download(name, "config.json", etag_timeout=3)
-    except (OSError, HfHubHTTPError, HFValidationError):  # not there, not allowed, or no network
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str):
+            text = Path(cached).read_text(encoding="utf-8")
+        elif constants.HF_HUB_OFFLINE:
+            raise OSError
+        else:  # one try: the hub's own download tries for half a minute where there is no network
+            with urlopen(Request(hf_hub_url(name, "config.json"), headers=build_hf_headers()), timeout=3) as answer:
+                text = answer.read().decode("utf-8")
+        values = json.loads(text)
+    except (OSError, ValueError, HFValidationError):  # not there, not allowed, no network, or no JSON
         raise ValueError(
             f"{name} is no preset, and its config.json is neither in the local cache nor to be had from the hub; "
             + _nearest(name.rpartition("/")[2])
         ) from None
-    return read_config(json.loads(Path(file).read_text(encoding="utf-8")), name)
+    return read_config(values, name)
