@@ -48,7 +48,7 @@ MUTANTS = [
     ("mended", "    class Mended(Trainer):\n", "    class Mended(Trainer):\n        def train(self, steps, goal, lr):\n            return super().train(steps, goal, lr)\n\n", "healthy"),
     ("choose_plan", "\"strategy\": \"zero2\"", "\"strategy\": \"ddp\"", "does not fit"),
     ("choose_plan", "{\"offer\": \"A100-40\", \"machines\": 4", "{\"offer\": \"H100\", \"machines\": 4", "dollars"),
-    ("choose_plan", "\"machines\": 4, \"strategy\": \"zero2\"}\n    small |= {\"dp\": 16,", "\"machines\": 2, \"strategy\": \"zero2\"}\n    small |= {\"dp\": 8,", "are yours"),
+    ("choose_plan", "\"machines\": 4, \"strategy\": \"zero2\"}\n    small |= {\"dp\": 16, \"tp\": 2, \"pp\": 1, \"micro_batch\": 1, \"checkpointing\": \"selective\"", "\"machines\": 2, \"strategy\": \"zero2\"}\n    small |= {\"dp\": 8, \"tp\": 2, \"pp\": 1, \"micro_batch\": 1, \"checkpointing\": \"full\"", "are yours"),
     ("choose_plan", "small |= {\"dp\": 16,", "small |= {\"dp\": 8,", "nothing to do"),
     ("choose_plan", "large |= {\"dp\": 2, \"tp\": 4, \"pp\": 3", "large |= {\"dp\": 3, \"tp\": 8, \"pp\": 1", ""),
     ("choose_plan", "large |= {\"dp\": 2, \"tp\": 4, \"pp\": 3", "large |= {\"dp\": 1, \"tp\": 24, \"pp\": 1", ""),
