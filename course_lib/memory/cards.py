@@ -10,6 +10,7 @@ from course_lib.units import MIB
 from course_lib.validation import did_you_mean
 
 MOST_CARDS = 1_000_000
+PER_MACHINE = 8  # cards, at most, where a text does not say otherwise
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,10 @@ class Cards(NamedTuple):
 
 
 def read_cards(text: str) -> Cards:
-    """The cards behind 4x24GiB (4 cards), 4×24GiB, 2x8xh100 (2 machines of 8), a100-80gb (one), 2xcpu."""
+    """The cards behind 4x24GiB (4 cards), 4×24GiB, 2x8xh100 (2 machines of 8), a100-80gb (one), 2xcpu.
+
+    More than 8 are machines of 8, as they are sold: 16xh100 is 2x8xh100. One machine of 16 (a DGX-2) is 1x16xv100-32gb.
+    """
     if not isinstance(text, str):
         raise ValueError(f"gpus={text!r}: give cards such as '4x24GiB', '8xa100-80gb' or '2x8xh100' (2 machines).")
     *counts, name = re.split(r"\s*[xX×*]\s*", re.sub("(?i)rtx", "rt~", text.strip()))  # the x of rtx4090 parts nothing
@@ -114,6 +118,17 @@ def read_cards(text: str) -> Cards:
         )
     nodes, per_node = ([1, 1] + [int(count) for count in counts])[-2:]
     name = name.replace("rt~", "rtx")
+    if not name or name.isdigit():
+        raise ValueError(f"{text!r} names no card: write a number and a card, such as 4x24GiB or 8xa100-80gb.")
+    if len(counts) == 1 and per_node > PER_MACHINE and name.lower() != "cpu":
+        nodes, rest = divmod(per_node, PER_MACHINE)
+        if rest:
+            fewer, more = (f"{n}x{PER_MACHINE}x{name} ({n * PER_MACHINE})" for n in (nodes, nodes + 1))
+            raise ValueError(
+                f"{per_node} cards do not fill machines of {PER_MACHINE}: write {fewer} or {more}; 1x{text.strip()} is one "
+                "machine with all of them."
+            )
+        per_node = PER_MACHINE
     if name.lower() == "cpu":
         return Cards(nodes, per_node, None)
     if name.lower() in CARDS:

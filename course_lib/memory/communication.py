@@ -50,12 +50,15 @@ class Communication(NamedTuple):
     first_gather: int = 0
 
 
-def communication(run: Run, r: Resident, layers: int, accumulate: bool, tied_here: bool) -> Communication:
-    """`accumulate`: gradients of earlier micro-batches are there; `tied_here`: embedding and head are one matrix."""
+def communication(
+    run: Run, r: Resident, layers: int, accumulate: bool, tied_here: bool, in_shards: bool = False
+) -> Communication:
+    """`accumulate`: gradients of earlier micro-batches are there, `in_shards`: as fsdp's shards instead; `tied_here`: embedding
+    and head are one matrix."""
     waiting = r.embedding_gradient if tied_here else 0
     head = 0 if accumulate else r.outer_gradient - (0 if waiting else r.embedding_gradient)
     if run.strategy == "fsdp":
-        return _fsdp(run, r, layers, accumulate, waiting, head)
+        return _fsdp(run, r, layers, accumulate, waiting, head, in_shards)
     if run.strategy == "zero3":
         always = r.buckets + r.share + r.outer_copy
         reduced = always - r.outer_copy + r.bucketful  # gradients in the order of their owners, in a copy of the bucket
@@ -101,11 +104,14 @@ def _left(r: Resident) -> float:
     return max(0.0, 1 - r.bucketful / r.whole) if r.whole else 0.0
 
 
-def _fsdp(run: Run, r: Resident, layers: int, accumulate: bool, waiting: int, head: int) -> Communication:
+def _fsdp(
+    run: Run, r: Resident, layers: int, accumulate: bool, waiting: int, head: int, in_shards: bool
+) -> Communication:
     """Gathered: the root, from the first use to the end; the block at work; and, in one flat tensor each, the block before it
     or after it. Without resharding all blocks, by the end of the forward pass. Gradients of a unit are whole until it is done,
     over several micro-batches until the last; then they are copied into the input of the reduce-scatter, in fp32 under mixed
-    precision. That input is there until the next unit is done.
+    precision. That input is there until the next unit is done. Where each micro-batch is reduced, the sums of the earlier ones
+    are there all along, and a unit's new shard goes as soon as it is added to them.
 
     Where embedding and output layer are units of their own, each is gathered for its own use and its gradient sent at once.
     """
@@ -116,29 +122,30 @@ def _fsdp(run: Run, r: Resident, layers: int, accumulate: bool, waiting: int, he
     blocks = 1 if run.reshard_after_forward else layers - 1
     gathered = outer_copy + (blocks + 1) * r.block_copy
     forward = gathered + (0 if run.reshard_after_forward else r.block_copy)
-    unsharded = r.whole if accumulate else 0
+    earlier = r.whole if accumulate else r.share if in_shards else 0
     wide = run.gradient // (run.stored if run.full else run.factors) or 1
     block = r.block_gradient
     block_share = r.share * block // r.whole if r.whole else 0
-    passed = block_share - (block if accumulate else 0) - (0 if run.reshard_after_forward else r.block_copy)
+    kept = 0 if in_shards else block_share
+    sums = r.share if in_shards else layers * block_share
+    passed = kept - (block if accumulate else 0) - (0 if run.reshard_after_forward else r.block_copy)
     # a block's own weights have gone when its gradients are sent
-    last_block = gathered - r.block_copy + (unsharded or head + block) + wide * block + block_share
-    end = (outer_copy or r.embedding_copy) + wide * block + layers * block_share + outer - waiting
+    last_block = gathered - r.block_copy + earlier + (0 if accumulate else head + block) + wide * block + block_share
+    end = (outer_copy or r.embedding_copy) + wide * block + sums + outer - waiting
     return Communication(
-        forward + unsharded,
-        gathered + unsharded,
+        forward + earlier,
+        gathered + earlier,
         waiting if accumulate else head,
         passed,
         end,
         last_block,
         # the root's weights have gone; then all its gradients but one, while its own shard comes
-        wide * outer
-        + max(layers * block_share + outer, r.share + max(0 if waiting else outer - r.embedding_gradient, 0)),
+        wide * outer + sums + max(outer, outer_share + max(0 if waiting else outer - r.embedding_gradient, 0)),
         r.share + r.step,
         whole=block,
         at_work=r.block_copy if run.reshard_after_forward else 0,
         on_the_way=wide * block,
         at_loss=0 if outer_copy else head_copy,
-        gathering=forward + r.block_copy + unsharded,
-        first_gather=2 * (outer_copy + r.block_copy) + unsharded,
+        gathering=forward + r.block_copy + earlier,
+        first_gather=2 * (outer_copy + r.block_copy) + earlier,
     )

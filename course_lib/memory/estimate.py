@@ -85,13 +85,15 @@ def estimate(
             DeepSpeed's default, by which up to 10^9 elements stay gathered: of a smaller model all.
         wrap_embeddings: "fsdp": embedding and output layer are units of their own, as in torchtitan and torchtune; False: the
             root's, gathered all along, as where a wrap policy names the blocks alone.
+        reduce_each_micro_batch: "fsdp": gradients are reduce-scattered after every micro-batch, as in torchtitan and prime-rl, and
+            their sums are shards; False: they stay whole on every rank until the last micro-batch, as under
+            ``set_requires_gradient_sync(False)`` and Accelerate's ``no_sync``.
         bucket_elements: "zero1" to "zero3": reduce_bucket_size. DeepSpeed allocates such a bucket however small the model:
             its 500 million elements are 1 GB in 16 bits and 2 GB in fp32.
 
     Held against real steps: one device (tests/test_memory_measured.py), and two ranks under ddp, zero1, zero2, zero3 and
-    fsdp (benchmarks/sharding.py): the peak within 5 %. With several micro-batches fsdp's gradients are whole on every
-    rank until the last one, as under ``set_requires_gradient_sync(False)``. With an offloaded
-    optimizer the peak is within 8 %; frozen or offloaded weights under these strategies were not measured at their peak.
+    fsdp (benchmarks/sharding.py): the peak within 5 %. With an offloaded optimizer
+    the peak is within 8 %; frozen or offloaded weights under these strategies were not measured at their peak.
 
     Sources: ZeRO, arXiv:1910.02054 (states); Korthikanti et al., arXiv:2205.05198 (activations); QLoRA, arXiv:2305.14314
     (NF4); Zhao et al., arXiv:2304.11277, section 3.2.1 (gathered units).

@@ -93,6 +93,8 @@ def stage(
     """`accumulate`: gradients of earlier micro-batches are there already; `experts`: expert-parallel ranks."""
     numerics = replace(numerics_of(run, shape, experts), split_vocab=t > 1)
     grad_in = run.full or run.train_embeddings or not first
+    in_shards = accumulate and run.reduce_each_micro_batch  # then an unsharded gradient is new in each micro-batch
+    accumulate = accumulate and not in_shards
     # either way a new gradient is gone as soon as it is there: added to the old one, or used up
     accumulate = accumulate or run.optimizer_in_backward
     # zero2 and zero3 move each gradient into a bucket, or to the host, as soon as it is there
@@ -117,7 +119,7 @@ def stage(
         plain=plain,
         up_to_mixture=up_to_first_mixture(shape, layers, first),
         num_parameters=shape.parameters + adapters,
-        during=communication(run, r, layers, accumulate, shape.tied and first and last),
+        during=communication(run, r, layers, accumulate, shape.tied and first and last, in_shards),
     )
 
 

@@ -47,6 +47,7 @@ class RunSettings(NamedTuple):
     lora_targets: str = "all"
     reshard_after_forward: bool = True
     wrap_embeddings: bool = False
+    reduce_each_micro_batch: bool = False
     bucket_elements: int = BUCKET_ELEMENTS
     ranks: int = 1
     tensor_parallel: int = 1
@@ -124,6 +125,7 @@ class Run:
     quantize_experts: bool
     reshard_after_forward: bool
     wrap_embeddings: bool
+    reduce_each_micro_batch: bool
     bucket_elements: int
 
     @property
@@ -165,6 +167,8 @@ def _run(*choices: str | bool | int) -> Run:
         raise ValueError("train_embeddings is for lora and qlora: full training trains them anyway.")
     if s.optimizer_in_backward and (s.strategy != "single" or s.optimizer == "muon"):
         raise ValueError("optimizer_in_backward steps each tensor as its gradient comes: take strategy='single'.")
+    if s.reduce_each_micro_batch and s.strategy != "fsdp":
+        raise ValueError("reduce_each_micro_batch says when FSDP2 sends its gradients: take strategy='fsdp'.")
     deepspeed, sharding = STRATEGIES[s.strategy].zero_stage > 0, bool(STRATEGIES[s.strategy].shards)
     mixed, fsdp = s.precision.endswith("mixed"), s.strategy == "fsdp"
     compute = 4 if s.precision == "fp32" else 2

@@ -28,6 +28,9 @@ class Settings:
             one step.
         virtual_stages: stages that each pipeline rank holds (interleaved 1F1B where more than 1).
         activation_checkpointing: "none", "selective", "full". offload: "none", "optimizer", "all".
+        optimizer: of `course_lib.choices.OPTIMIZERS`.
+        copies: of the model among the data-parallel ranks, where FSDP shards each within a machine (HSDP); 1 shards over
+            all ranks.
     """
 
     strategy: str
@@ -43,25 +46,36 @@ class Settings:
     virtual_stages: int = 1
     activation_checkpointing: str = "none"
     offload: str = "none"
+    optimizer: str = "adamw"
+    copies: int = 1
     precision: str = "bf16-mixed"
+
+    @property
+    def sharing(self) -> str:
+        """How data-parallel ranks share the model, as a reader says it."""
+        if self.strategy == "single" and self.grid.size > 1:
+            return "one copy"
+        return "HSDP" if self.copies > 1 else STRATEGIES[self.strategy].label
 
     @property
     def grid(self) -> Grid:
         return Grid(dp=self.dp, pp=self.pp, tp=self.tp, cp=self.cp, ep=self.ep)
 
     @property
-    def kind(self) -> tuple[str, str, str, Grid]:
-        """Method, strategy, offload, grid: settings that differ in the rest are variants of one plan."""
-        return (self.method, self.strategy, self.offload, self.grid)
+    def kind(self) -> tuple[str | int | Grid, ...]:
+        """Settings that differ in the rest are variants of one plan."""
+        return (self.method, self.strategy, self.offload, self.optimizer, self.copies, self.grid)
 
     def __str__(self) -> str:
-        parts = [f"{METHODS[self.method]} by {STRATEGIES[self.strategy].label}", f"on {words(self.grid)}"]
+        parts = [f"{METHODS[self.method]} by {self.sharing}", f"on {words(self.grid)}"]
+        parts.append(f"{self.copies} copies" if self.copies > 1 else "")
         parts.append(f"micro-batch {self.micro_batch_size} x {self.num_microbatches}")
         parts.append(f"{self.virtual_stages} virtual stages" if self.virtual_stages > 1 else "")
         parts.append("sequence parallelism" if self.sequence_parallel else "")
         checkpointing = self.activation_checkpointing
         parts.append(f"{checkpointing} checkpointing" if checkpointing != "none" else "")
         parts.append({"none": "", "optimizer": "optimizer on the host", "all": "all states on the host"}[self.offload])
+        parts.append(self.optimizer if self.optimizer != "adamw" else "")
         return ", ".join(filter(None, parts))
 
 
@@ -77,7 +91,8 @@ class Plan(Settings):
         days: for `tokens`; None where no tokens were given.
         limit: what takes most of the step beside multiplying matrices.
         model, machines, global_batch (sequences a step), seq_len (tokens a sequence), tokens: the question.
-        lora_rank: of the factors, for "lora" and "qlora". attention: "flash" or "eager".
+        lora_rank: of the factors, for "lora" and "qlora". attention: "flash" or "eager". loss: of
+            `course_lib.choices.LOSSES`.
     """
 
     memory: Breakdown = field(kw_only=True)
@@ -94,6 +109,7 @@ class Plan(Settings):
     tokens: float | None = field(default=None, kw_only=True)
     lora_rank: int = field(default=16, kw_only=True)
     attention: str = field(default="flash", kw_only=True)
+    loss: str = field(default="eager", kw_only=True)
 
     @property
     def memory_bytes(self) -> int:
@@ -133,12 +149,13 @@ class Answer:
     """What `plan` found.
 
     Attributes:
-        plans: the shortest step first, one for each method, strategy and grid, in its fastest variant that fits.
+        plans: method by method, one for each strategy and grid in its fastest variant that fits. Among those whose steps
+            are within the planner's own error of each other the simplest comes first.
         refused: the first three, by their speed, of which no variant fits.
         grids: the grids in the order of their fastest plan, as many as there are `plans` asked for.
         searched: settings whose time was computed. estimated: those whose memory was; the rest was out beforehand.
         seconds: that the search took.
-        note: what was assumed about the machines, or "".
+        batch_note: why so many sequences a step, where the planner chose; or "". notes: what was assumed, a sentence each.
     """
 
     plans: list[Plan]
@@ -147,7 +164,8 @@ class Answer:
     searched: int
     estimated: int
     seconds: float
-    note: str = ""
+    batch_note: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> Plan:

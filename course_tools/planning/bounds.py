@@ -43,20 +43,22 @@ def _static(question: Question, table: Table) -> tuple[np.ndarray, np.ndarray]:
     shape = question.shape
     resting = np.zeros((len(table.grids), len(table.ways)))
     stepping = np.zeros_like(resting)
-    runs = [run_of(question, *way) for way in table.ways]
+    runs = [run_of(question, way) for way in table.ways]
     for index, grid in enumerate(table.grids):
-        ranks, pp = grid.dp * grid.cp, grid.pp
+        pp = grid.pp
         here = held(shape, grid.tp, -(-shape.layers // pp), True, pp == 1, question.lora_rank, grid.ep)
         whole = held(shape, grid.tp, -(-shape.layers // pp), True, pp == 1, question.lora_rank)
         for number, (way, run) in enumerate(zip(table.ways, runs, strict=True)):
             full = way.method == "full"
+            ranks = grid.dp * grid.cp // way.copies(grid)
             sharded = bool(run.shards)  # then a rank has its part of all experts, whoever computes with them
             matrices, base, factors = sizes_of(whole if sharded else here)
             trained = base if full else factors
             weights = run.at_rest * base + (0 if full else run.factors * factors)
             if way.method == "qlora":
                 weights = run.at_rest * (base - matrices) + matrices / 2 + run.factors * factors
-            states = (2 * run.state + run.master) * trained / (ranks if run.shards else 1)
+            moments = {"adamw8bit": 2, "paged_adamw8bit": 0, "muon": run.state, "sgd": 0}.get(way.optimizer, 2 * run.state)
+            states = (moments + run.master) * trained / (ranks if run.shards else 1)
             gradients = run.gradient * trained * (2 if way.strategy == "ddp" else 1)
             if "weights" in run.shards:
                 weights, gradients = weights / ranks, gradients / ranks
@@ -80,7 +82,7 @@ def _block(question: Question, table: Table) -> np.ndarray:
     for i, tp in enumerate(degrees):
         for split in (False, True) if tp > 1 else (False,):
             for j, way in enumerate(table.ways):
-                run = run_of(question, *way)
+                run = run_of(question, way)
                 key = (i, split, run.numerics)
                 if key not in known:
                     at = RunSettings(tensor_parallel=tp, sequence_parallel=split, seq_len=question.seq_len)

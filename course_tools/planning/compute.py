@@ -91,7 +91,7 @@ def block_seconds(question: Question, table: Table, tp: np.ndarray, tokens: np.n
         else shape.intermediate
     )
     wide = inner * (2 if shape.gated else 1) + shape.attention_width + 2 * shape.kv_width
-    light = e * tokens * (stream + k.width_passes * wide / tp) / memory
+    light = e * tokens * (stream + k.width_passes * wide / tp) / memory * (k.compiled if question.compile else 1.0)
     if eager:
         light = light + k.score_passes * e * tokens * question.seq_len * (shape.heads / tp) / memory
     adapters = np.where(full, 0.0, k.adapter_passes * e * tokens * sides / memory)

@@ -44,6 +44,7 @@ class Constants:
     stream_passes: float = 12.0
     width_passes: float = 3.0
     score_passes: float = 7.0
+    compiled: float = 0.4
     logit_bytes: float = 20.0
     kernels: float = 20.0
     launch: float = 4e-6

@@ -53,6 +53,7 @@ def step_parts(question: Question, table: Table) -> dict[str, np.ndarray]:
 
     # The fullest stage sets the pace; the last one has the output layer, and fewer blocks where they do not divide.
     fullest = np.ceil(layers / pp)
+    chunk = np.ceil(layers / (pp * table.v))
     last = np.maximum(fullest - (pp * fullest - layers), 1)
     each = block.total
     pace = np.maximum(fullest * each, last * each + head + logits)
@@ -79,7 +80,7 @@ def step_parts(question: Question, table: Table) -> dict[str, np.ndarray]:
         "dequantization": m * share * block.dequantized,
         "kernel launches": m * share * block.waiting,
         "uneven stages": m * (pace - even),
-        "pipeline bubble": passes * (pp - 1) / table.v,
+        "pipeline bubble": passes * (pp - 1) * chunk / fullest,
         "pipeline sends": m * sends,
         "tensor parallelism": m * tensor,
         "context parallelism": m * context,
@@ -186,9 +187,14 @@ def _data(question: Question, table: Table, network: Network, passes: np.ndarray
     streamed = np.zeros(shape)
     each_way = [way_bytes(question, way) for way in table.ways]
     for index, grid in enumerate(table.grids):
-        ranks, tp, pp = grid.dp * grid.cp, grid.tp, grid.pp
+        tp, pp = grid.tp, grid.pp
         for number, way in enumerate(table.ways):
             held, trained, weight, gradient = each_way[number]
+            copies = way.copies(grid)
+            ranks = grid.dp * grid.cp // copies
+            if copies > 1:  # each machine has its gradients; now they meet those of the others
+                wire = network.wire("all_reduce", tp * ranks, copies)
+                once[index, number] += wire.seconds(1, trained * gradient * here[index] / ranks)
             if way.offload == "all":
                 streamed[index, number] = 2 * here[index] * held * weight / max(ranks, 1) / k.pcie
             if ranks == 1 or way.strategy == "single":
@@ -264,7 +270,8 @@ def _optimizer(question: Question, table: Table) -> tuple[np.ndarray, np.ndarray
     for index, grid in enumerate(table.grids):
         for number, way in enumerate(table.ways):
             _, trained, weight, gradient = each_way[number]
-            mine = here[index] * trained / (grid.dp * grid.cp if STRATEGIES[way.strategy].shards else 1)
+            shards = grid.dp * grid.cp // way.copies(grid) if STRATEGIES[way.strategy].shards else 1
+            mine = here[index] * trained / shards
             if way.offload == "none":
                 gpu[index, number] = mine * moved / rate
             else:

@@ -9,6 +9,7 @@ from course_lib.memory.estimate import breakdown_of
 from course_lib.memory.settings import Run, RunSettings
 from course_tools.planning.answer import Settings
 from course_tools.planning.question import Question
+from course_tools.planning.table import Way
 
 
 class Needs(NamedTuple):
@@ -18,7 +19,7 @@ class Needs(NamedTuple):
     host: int
 
     def fits(self, question: Question) -> bool:
-        return self.memory.device <= question.machines.card.memory and self.host <= question.machines.host_memory
+        return self.memory.device <= question.room and self.host <= question.machines.host_memory
 
 
 def needs(question: Question, chosen: Settings) -> Needs:
@@ -35,12 +36,15 @@ def run_settings(question: Question, chosen: Settings) -> RunSettings:
         precision=question.precision,
         strategy=chosen.strategy,
         offload=chosen.offload,
+        optimizer=chosen.optimizer,
         step="loop" if question.machines.cpu else "fused",
         device="cpu" if question.machines.cpu else "cuda",
         activation_checkpointing=chosen.activation_checkpointing,
         attention=question.attention,
+        loss=question.loss,
+        compile=question.compile,
         lora_rank=question.lora_rank,
-        ranks=chosen.dp,
+        ranks=chosen.dp // chosen.copies,  # a machine's copy is all that its GPUs know of
         tensor_parallel=chosen.tp,
         pipeline_parallel=chosen.pp,
         context_parallel=chosen.cp,
@@ -48,11 +52,11 @@ def run_settings(question: Question, chosen: Settings) -> RunSettings:
         sequence_parallel=chosen.sequence_parallel,
         micro_batch_size=chosen.micro_batch_size,
         seq_len=question.seq_len,
-        num_microbatches=chosen.num_microbatches,
+        num_microbatches=1 if chosen.strategy=='fsdp' and chosen.pp==1 else chosen.num_microbatches,
         virtual_stages=chosen.virtual_stages,
     )
 
 
-def run_of(question: Question, method: str, strategy: str, offload: str) -> Run:
+def run_of(question: Question, way: Way) -> Run:
     """What follows from these choices, whatever the grid and the batch."""
-    return run_settings(question, Settings(strategy, method, offload=offload)).run
+    return run_settings(question, Settings(way.strategy, way.method, offload=way.offload, optimizer=way.optimizer)).run

@@ -9,6 +9,7 @@ from typing import Any
 from course_lib.collectives.links import Cluster, Link, link
 from course_lib.memory import CARDS, Card
 from course_lib.memory.cards import read_cards
+from course_lib.units import GIB
 from course_lib.validation import check_counts
 
 # What such cards are usually sold in. Inside a node; between nodes; network cards of a node (0: one for each GPU).
@@ -24,9 +25,10 @@ WIRING: dict[str, tuple[str, str, int]] = {
     "rtx5090": ("pcie5", "ethernet-10", 1),
 }
 OTHERS = ("pcie4", "ethernet-25", 1)
-HOST_SHARE = (
-    4  # host memory over the memory of a node's cards: 2 TB beside 640 GB in a DGX A100, 96 GB beside a 24 GB card
-)
+# Memory of a machine beside that of its cards. DGX A100 and H100: 2 TB beside 640 GB, AWS p4d 1.1 TB beside 320 GB; AWS g5
+# and g4dn with four cards 192 GB beside 96 and 64 GB; of a desktop with a GeForce card 64 GiB in all.
+HOST_SHARE, SMALL_HOST_SHARE, DESKTOP = 3, 2, 64 * GIB
+SMALL_CARDS = ("t4", "l4", "a10g", "l40s", "a6000")
 GLOO = Link("gloo on one machine", 100e-6, 0.9e9, "benchmarks/collectives.py on two CPU cores")
 CPU_FLOPS, CPU_BANDWIDTH = 50e9, 10e9  # of one core: the order of a laptop's
 
@@ -84,7 +86,7 @@ def machines(
 
     Args:
         inner, outer, outer_links, host_memory: fields of `Machines`, where they differ from what such cards usually
-            come with (``WIRING``; host memory 4 times that of the cards).
+            come with (``WIRING``, ``HOST_SHARE``).
 
     >>> str(machines("2x8xh100-80gb"))
     '2 x 8 x h100-80gb'
@@ -124,7 +126,8 @@ def _read(text: Any) -> Machines:
         inner, outer, links = WIRING.get(like.name, OTHERS)
     else:
         inner, outer, links = WIRING.get(card.name, OTHERS)
-    host = HOST_SHARE * card.memory * read.per_node
+    share = SMALL_HOST_SHARE if card.name in SMALL_CARDS else HOST_SHARE
+    host = DESKTOP if card.name.startswith("rtx") else share * card.memory * read.per_node
     return Machines(read.nodes, read.per_node, card, link(inner), link(outer), links or read.per_node, host, note)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from course_lib.choices import METHODS, PRECISIONS, STRATEGIES
+from course_lib.choices import LOSSES, METHODS, OFFLOADS, OPTIMIZERS, PRECISIONS, STRATEGIES
 from course_lib.memory.cards import read_memory
 from course_lib.memory.presets import written_shape
 from course_lib.units import GIB
@@ -21,13 +22,12 @@ from course_tools.planning.answer import words
 from course_tools.planning.files import TARGETS, targets_of, why_not, write
 from course_tools.planning.files.facts import seconds
 from course_tools.planning.machines import machines
+from course_tools.planning.question import HEADROOM
+from course_tools.planning.search import ALIKE
 
-LONG = (
-    32_768  # tokens: between 8,192, which Llama 3 405B trained unsplit, and 131,072, split over 16 (arXiv:2407.21783)
-)
 AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)([kmbt]?)", re.IGNORECASE)
 THOUSANDS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-HEADER = ("#", "method", "strategy", "grid", "micro-batch", "besides", "GiB", "host GiB", "a step", "MFU", "days")
+HEADER = ("#", "strategy", "grid", "micro-batch", "besides", "GiB", "host GiB", "a step", "MFU", "days")
 BOLD, DIM = "1", "2"
 NUMBERS = ("#", "GiB", "host GiB", "a step", "MFU", "days")  # set to the right
 
@@ -48,24 +48,31 @@ def parser() -> ArgumentParser:
     add(
         "--gpus", required=True, metavar="N x CARD", help="2x24GiB, 8xa100-80gb, 2x8xh100-80gb (2 machines of 8), 2xcpu"
     )
-    add("--host-memory", metavar="SIZE", help="a machine's own memory, 64GiB; default 4 times its cards' memory")
-    add("--global-batch", type=int, default=32, metavar="N", help="sequences in an optimizer step; default 32")
+    add("--host-memory", metavar="SIZE", help="a machine's own memory, 64GiB; default what such machines come with")
+    add(
+        "--global-batch",
+        type=int,
+        metavar="N",
+        help="sequences in an optimizer step; default one that suits the training",
+    )
     add("--seq-len", type=int, default=2048, metavar="N", help="tokens a sequence; default 2,048")
     add("--tokens", metavar="N", help="of the whole training, such as 300M or 15e12: the plans then say days")
-    add("--method", action="append", metavar="M", help=f"{', '.join(METHODS)}; may be repeated; default all")
+    add("--method", action="append", metavar="M", help=_several(METHODS, "lora and qlora, with --tokens full"))
+    add("--strategy", action="append", metavar="S", help=_several(STRATEGIES, "all"))
+    add("--optimizer", action="append", metavar="O", help=_several(OPTIMIZERS, "adamw, with 8-bit states as well"))
+    add("--offload", action="append", metavar="X", help=_several(OFFLOADS, "all, after what fits without"))
+    add("--loss", metavar="L", help=f"{', '.join(LOSSES)}; default eager")
     add("--precision", metavar="P", help=f"{', '.join(PRECISIONS)}; default the best of the card")
-    add(
-        "--context-parallel",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help=f"split sequences over ranks, too; default from {LONG:,} tokens on",
-    )
-    add("--top", type=int, default=5, metavar="N", help="plans to show; default 5")
+    add("--top", type=int, default=4, metavar="N", help="plans to show of each method; default 4")
     add("--write", metavar="TARGET", help=f"the files of the best plan that TARGET can run: {', '.join(TARGETS)}")
     add("--out", default="plan", metavar="DIR", help="folder for them; default plan")
     add("--base-model", metavar="MODEL", help="folder or name on the hub, where --model is none that is known there")
     add("--json", action="store_true", help="everything as JSON, sizes in bytes")
     return made
+
+
+def _several(names: Iterable[str], default: str) -> str:
+    return f"{', '.join(names)}; may be repeated; default {default}"
 
 
 @reports_errors
@@ -93,22 +100,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _question(given: argparse.Namespace) -> dict[str, Any]:
-    for method in given.method or ():
-        pick("--method", method, METHODS)
-    if given.precision is not None:
-        pick("--precision", given.precision, PRECISIONS)
     if given.top < 1:
         raise ValueError(f"--top {given.top}: give a whole number of at least 1.")
-    question = {
+    return {
         "global_batch": given.global_batch,
         "seq_len": given.seq_len,
         "tokens": _amount(given.tokens),
-        "methods": tuple(dict.fromkeys(given.method or METHODS)),
+        "methods": given.method and tuple(dict.fromkeys(given.method)),
+        "strategies": given.strategy,
+        "optimizers": given.optimizer,
+        "offload": given.offload,
+        "loss": given.loss,
+        "precision": given.precision,
         "keep": given.top,
     }
-    if given.context_parallel is False or (given.context_parallel is None and given.seq_len < LONG):
-        question["axes"] = ("pp", "dp", "tp")
-    return question | ({"precision": given.precision} if given.precision else {})
 
 
 def _amount(text: str | None) -> float | None:
@@ -134,13 +139,20 @@ def table(answer: Answer) -> str:
         f"{best.model.name}, {best.model.parameters / 1e9:,.3g} billion parameters, on {best.machines} "
         f"({room:,.1f} GiB each, {best.machines.host_memory / GIB:,.0f} GiB a machine"
         f"{', assumed' if best.machines.host_assumed else ''})",
-        f"a step: {best.global_batch:,} sequences of {best.seq_len:,} tokens, {best.precision}",
-        *([answer.note] if answer.note else []),
-        "",
-        _line(HEADER, shown, widths),
+        f"a step: {best.global_batch:,} sequences of {best.seq_len:,} tokens, {best.precision}"
+        + (f" ({answer.batch_note})" if answer.batch_note else ""),
+        *answer.notes,
     ]
-    for row, one in zip(rows, answer.plans, strict=True):
-        lines += [_styled(_line(row, shown, widths), BOLD), _styled(f"{'':{widths[0]}}  limited by {one.limit}", DIM)]
+    numbered = zip(answer.plans, rows, strict=True)
+    for method, group in itertools.groupby(numbered, key=lambda pair: pair[0].method):
+        lines += ["", METHODS[method], _line(HEADER, shown, widths)]
+        for one, row in group:
+            lines += [_styled(_line(row, shown, widths), BOLD)]
+            lines += [_styled(f"{'':{widths[0]}}  limited by {one.limit}", DIM)]
+    lines += [
+        "",
+        f"Within {ALIKE:.0%}, the error of these times, the simplest plan comes first; {HEADROOM:.0%} of a card stays free.",
+    ]
     if answer.refused:
         lines += ["", "did not fit", *(f"  {one.sentence}" for one in answer.refused)]
     return "\n".join(
@@ -152,13 +164,14 @@ def _row(number: int, one: Plan) -> tuple[str, ...]:
     besides = [
         f"{one.activation_checkpointing} checkpointing" if one.activation_checkpointing != "none" else "",
         {"none": "", "optimizer": "optimizer on host", "all": "states on host"}[one.offload],
+        one.optimizer if one.optimizer != "adamw" else "",
+        f"{one.copies} copies" if one.copies > 1 else "",
         "sequence parallel" if one.sequence_parallel else "",
         f"{one.virtual_stages} virtual stages" if one.virtual_stages > 1 else "",
     ]
     return (
         str(number),
-        METHODS[one.method],
-        _sharing(one),
+        one.sharing,
         words(one.grid),
         f"{one.micro_batch_size} x {one.num_microbatches}",
         ", ".join(filter(None, besides)),
@@ -168,10 +181,6 @@ def _row(number: int, one: Plan) -> tuple[str, ...]:
         f"{one.mfu:.1%}",
         "" if one.days is None else f"{one.days:,.3g}",
     )
-
-
-def _sharing(one: Settings) -> str:
-    return "one copy" if one.strategy == "single" and one.grid.size > 1 else STRATEGIES[one.strategy].label
 
 
 def _styled(line: str, style: str) -> str:
@@ -262,7 +271,8 @@ def as_dict(answer: Answer) -> dict[str, Any]:
         ],
         "searched": answer.searched,
         "seconds": answer.seconds,
-        "note": answer.note,
+        "batch_note": answer.batch_note,
+        "notes": answer.notes,
     }
 
 

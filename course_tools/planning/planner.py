@@ -7,10 +7,10 @@ from typing import Any
 from course_lib.memory import Shape
 from course_lib.memory.estimate import uncounted
 from course_lib.validation import check_counts
-from course_tools.planning.answer import Answer
+from course_tools.planning.answer import Answer, Plan
 from course_tools.planning.fit import run_settings
 from course_tools.planning.machines import Machines
-from course_tools.planning.question import question
+from course_tools.planning.question import Question, question
 from course_tools.planning.refusing import nothing_fits, refusals
 from course_tools.planning.search import Search
 
@@ -19,29 +19,36 @@ def plan(
     model: str | Shape | Any,
     cluster: str | Machines,
     *,
-    global_batch: int,
     seq_len: int,
+    global_batch: int | None = None,
     keep: int = 10,
     prune: bool = True,
     **choices: Any,
 ) -> Answer:
-    """The fastest ways to train that fit, and the first things that do not.
+    """The best ways to train that fit, and the first things that do not.
+
+    Best of a method is the fastest; of those within a tenth of it, which is the planner's own error, the simplest: one
+    process before DDP, then ZeRO and FSDP, tensor, context and pipeline parallelism, the host last.
 
     Args:
         model: a preset's name, a Shape, a mapping of widths, a transformers configuration.
         cluster: the machines, "2x24GiB", "2x8xh100-80gb", or a `Machines`.
-        global_batch: sequences of one optimizer step. seq_len: tokens per sequence.
-        keep: plans to return. Each method that fits at all is among them.
+        seq_len: tokens per sequence.
+        global_batch: sequences of one optimizer step; None for a number that suits the training and divides.
+        keep: plans to return of each method.
         prune: False holds every setting against `estimate`; for tests.
         choices: any of the following; what is not given is left open.
-        methods, strategies, activation_checkpointing, offload: what may be chosen, names as of `course_lib.choices`.
-            Methods train different things, and LoRA's steps are shorter than full training's: name the one you want.
+        methods: "full", "lora", "qlora": different trainings, each with its own plans. Not given: LoRA and QLoRA, or, where
+            `tokens` are, full training.
+        strategies, activation_checkpointing, offload, optimizers: what may be chosen, names as of `course_lib.choices`.
         axes: of "pp", "dp", "cp", "tp", those along which there may be more than one rank.
         sequence_parallel, interleave: whether norms may be split along the sequence, and ranks hold several virtual
             stages.
         precision: None: bf16-mixed, on a card without bf16 fp16-mixed, on CPU ranks fp32.
-        attention: "flash" or "eager". lora_rank: of the adapters.
+        attention: "flash" or "eager". loss: of `course_lib.choices.LOSSES`; the clock takes each for "eager".
+        lora_rank: of the adapters.
         tokens: to train on; gives `Plan.days`.
+        headroom: share of a card's memory that stays free.
         constants: of the cost model.
 
     Raises:
@@ -60,7 +67,15 @@ def plan(
         searched=len(found.table),
         estimated=found.estimated,
         seconds=found.seconds(),
-        note=" ".join(
-            filter(None, [asked.machines.note, *uncounted(asked.shape, run_settings(asked, found.plans[0]))])
-        ),
+        batch_note=asked.batch_note,
+        notes=_notes(asked, found.plans[0]),
     )
+
+
+def _notes(asked: Question, best: Plan) -> tuple[str, ...]:
+    """What was assumed, and what a reader would want to change."""
+    notes = [asked.machines.note, *uncounted(asked.shape, run_settings(asked, best))]
+    gpus, batch = asked.machines.gpus, asked.global_batch
+    if batch % gpus and batch > gpus:
+        notes.append(f"{batch:,} sequences do not divide among {gpus:,} GPUs; {-(-batch // gpus) * gpus:,} would.")
+    return tuple(filter(None, notes))

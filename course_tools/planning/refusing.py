@@ -21,7 +21,7 @@ MOST_GPUS = 65_536
 
 def refusals(found: Search) -> list[Refusal]:
     """Of each method, strategy and offload the fastest grid of which no variant fits; the first three of those."""
-    table, room = found.table, found.asked.machines.card.memory
+    table, room = found.table, found.asked.room
     kinds = table.way * len(table.grids) + table.grid
     may = np.zeros(len(table.ways) * len(table.grids), dtype=bool)
     may[kinds[found.least <= room]] = True
@@ -44,10 +44,8 @@ def refusals(found: Search) -> list[Refusal]:
 
 def refusal(asked: Question, chosen: Settings, need: Needs) -> Refusal:
     """The sentence of a setting that does not fit."""
-    host = need.memory.device <= asked.machines.card.memory
-    required, has = (
-        (need.host, asked.machines.host_memory) if host else (need.memory.device, asked.machines.card.memory)
-    )
+    host = need.memory.device <= asked.room
+    required, has = (need.host, asked.machines.host_memory) if host else (need.memory.device, asked.room)
     if host:
         why = "the model on its way to the cards, or what they offload"
         where = f"a node's memory of {has / GIB:,.0f} GiB{' (assumed)' if asked.machines.host_assumed else ''}"
@@ -56,7 +54,8 @@ def refusal(asked: Question, chosen: Settings, need: Needs) -> Refusal:
         parts["buckets, gathered weights and gradients not yet reduced"] = parts.pop("temporaries")
         largest = sorted(parts, key=parts.__getitem__, reverse=True)[:2]
         why = " and ".join(f"{name} alone {parts[name] / GIB:,.1f} GiB" for name in largest)
-        where = f"a card's {has / GIB:,.1f} GiB"
+        free = f", with {asked.headroom:.0%} left free" if asked.headroom else ""
+        where = f"a card's {has / GIB:,.1f} GiB{free}"
     sentence = f"{str(chosen)[0].upper()}{str(chosen)[1:]}: needs {required / GIB:,.1f} GiB of {where}; {why}."
     return Refusal(chosen, required, has, sentence, "host" if host else "GPU")
 

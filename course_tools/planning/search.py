@@ -1,7 +1,7 @@
-"""The search behind `plan`: which settings are the fastest of those that fit.
+"""The search behind `plan`: which settings are the fastest of those that fit, and among equals the simplest.
 
 Every setting is timed, which is quick (`costs`); then, the fastest first, those that may fit are held against
-`course_lib.memory.estimate` until there are enough. So nothing that is slower than the answer is ever estimated, and
+`course_lib.memory.estimate` until there are enough. So nothing that is much slower than the answer is ever estimated, and
 nothing that is faster is left out: `bounds` only removes what cannot fit.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from course_lib.choices import ACTIVATION_CHECKPOINTING, OFFLOADS
+from course_lib.choices import ACTIVATION_CHECKPOINTING
 from course_lib.parallel.grid import Grid
 from course_tools.planning.answer import Plan, Settings
 from course_tools.planning.bounds import least_bytes
@@ -23,24 +23,39 @@ from course_tools.planning.fit import Needs, needs
 from course_tools.planning.limits import limit_of
 from course_tools.planning.question import Question
 from course_tools.planning.space import table as whole_space
-from course_tools.planning.table import Table, table_of
+from course_tools.planning.table import Table, Way, table_of, way_of
 
 DAY = 86_400  # seconds
-ALIKE = 0.01
-SIMPLER = {
-    "single": 0,
-    "ddp": 0,
-    "zero1": 1,
-    "zero2": 1.25,
-    "fsdp": 1.5,
-    "zero3": 1.75,
-    "none": 0,
-    "optimizer": 3,
-    "all": 4,
-    "full": 0,
-    "lora": 0,
-    "qlora": 0.5,
+ALIKE = 0.25  # within its own error the model cannot tell which of two plans is faster
+VARIANTS_ALIKE = 0.02  # variants of one plan share most of that error
+EFFORT = {"single": 0, "ddp": 1, "zero1": 2, "zero2": 2.5, "fsdp": 3, "zero3": 3.5}
+MORE_EFFORT = {
+    "adamw": 0,
+    "adamw8bit": 5,
+    "paged_adamw8bit": 6,
+    "shard": 1,
+    "tp": 8,
+    "unwritten": 4,  # no target writes it: somebody has to program it
+    "cp": 12,
+    "ep": 14,
+    "pp": 16,
+    "optimizer": 64,
+    "all": 72,
 }
+
+
+def effort(way: Way, grid: Grid) -> float:
+    """How much has to be set up, understood and kept running for a plan; only the order means something."""
+    used = [name for name in ("tp", "cp", "ep", "pp") if getattr(grid, name) > 1]
+    used += [name for name in (way.optimizer, way.offload) if name in MORE_EFFORT]
+    used += ["shard"] if way.shard else []
+    tensor = grid.tp > 1 and not (way.strategy == "fsdp" and way.method == "full" and not way.shard)
+    used += ["unwritten"] if tensor or max(grid.cp, grid.pp, grid.ep) > 1 else []
+    return EFFORT[way.strategy] + sum(MORE_EFFORT[name] for name in used)
+
+
+def effort_of(plan: Plan) -> float:
+    return effort(way_of(plan), plan.grid)
 
 
 def best_of(asked: Question, grid: Grid, **fixed: Any) -> tuple[Plan | None, Search]:
@@ -52,7 +67,7 @@ def best_of(asked: Question, grid: Grid, **fixed: Any) -> tuple[Plan | None, Sea
             are given.
     """
     found = Search(asked, 1, grid=grid, fixed=fixed)
-    return (found.plans[0] if found.plans else None), found
+    return min(found.plans, key=lambda one: one.step_seconds, default=None), found
 
 
 def _same(table: Table, fixed: Mapping[str, Any]) -> np.ndarray:
@@ -69,14 +84,6 @@ def _same(table: Table, fixed: Mapping[str, Any]) -> np.ndarray:
         else:
             wanted &= columns[name] == value
     return wanted
-
-
-def _order(table: Table, times: np.ndarray) -> np.ndarray:
-    """Rows, the fastest first; of those within ALIKE of each other the simplest, for the model knows no better."""
-    class_ = np.floor(np.log(times / times.min()) / np.log(1 + ALIKE))
-    ways = np.array([SIMPLER[way.strategy] + SIMPLER[way.offload] + SIMPLER[way.method] for way in table.ways])
-    grids = np.array([(grid.tp > 1) + 2 * (grid.pp > 1) + 2 * (grid.cp > 1) for grid in table.grids])
-    return np.lexsort((times, ways[table.way] + grids[table.grid], class_))
 
 
 class NoVariant(ValueError):
@@ -111,9 +118,17 @@ class Search:
         self.parts = step_parts(asked, self.table)
         self.times = sum(self.parts.values())
         self.least = least_bytes(asked, self.table)
-        self.order = _order(self.table, self.times)
+        self.order = np.argsort(self.times, kind="stable")
+        self.kinds = self.table.way * len(self.table.grids) + self.table.grid
         self.checked: dict[int, Needs] = {}
-        self.plans, self.grids = self._run(keep, prune)
+        may_fit = self.least <= asked.room if prune else np.ones(len(self.table), dtype=bool)
+        found, self._grids = [], {}
+        for method in asked.methods:
+            is_method = np.array([way.method == method for way in self.table.ways], dtype=bool)[self.table.way]
+            found.append(self._best_of_method(self.order[(is_method & may_fit)[self.order]].tolist(), keep))
+        found.sort(key=lambda plans: effort_of(plans[0]) if plans else 0)  # the method with the simplest best plan
+        self.plans = [one for plans in found for one in plans]
+        self.grids = sorted(self._grids, key=self._grids.__getitem__)[:keep]
 
     @cached_property
     def frugal(self) -> np.ndarray:
@@ -134,33 +149,47 @@ class Search:
             self.checked[row] = needs(self.asked, self.table.settings(row, self.asked.precision))
         return self.checked[row]
 
-    def _run(self, keep: int, prune: bool) -> tuple[list[Plan], list[Grid]]:
-        table, room = self.table, self.asked.machines.card.memory
-        order = self.order[self.least[self.order] <= room] if prune else self.order
-        methods = [way.method for way in table.ways]
-        ways, grids = table.way.tolist(), table.grid.tolist()
-        # without offload, or with less of it, a way that is there already is the better one
-        family = [(way.method, way.strategy) for way in table.ways]
-        offloaded = [OFFLOADS.index(way.offload) for way in table.ways]
-        lacking = set(self.asked.methods)  # methods of which there is no plan yet
-        seen: dict[tuple, int] = {}
-        seen_grids: dict[int, None] = {}
-        first: list[int] = []
-        for row in order.tolist():
-            way, kind = ways[row], (family[ways[row]], grids[row])
-            method = methods[way]
-            enough = len(first) >= keep and len(seen_grids) >= keep
-            if seen.get(kind, len(OFFLOADS)) <= offloaded[way] or (enough and method not in lacking):
+    def _best_of_method(self, rows: list[int], keep: int) -> list[Plan]:
+        """`rows`, fastest first: those of which there are enough, in groups whose times are alike, the simplest first."""
+        table = self.table
+        efforts: dict[tuple, float] = {}  # of what is there already: anything later and no simpler has no use
+        groups: list[list[tuple[float, float, int]]] = []
+        count, seen, grids, on_cards = 0, set(), set(), False
+        for row in rows:
+            kind, seconds = int(self.kinds[row]), float(self.times[row])
+            new_group = not groups or seconds > (1 + ALIKE) * groups[-1][0][1]
+            if new_group and count >= keep and len(grids) >= min(keep, len(table.grids)):
+                break
+            if kind in seen:
                 continue
+            way, grid = table.ways[table.way[row]], table.grids[table.grid[row]]
+            cost, family = effort(way, grid), (way.family, grid)
+            if way.offload != "none" and on_cards:  # what fits on the cards leaves the host alone
+                continue
+            if efforts.get(family, np.inf) <= cost or not self.needs(row).fits(self.asked):
+                continue
+            seen.add(kind)
+            efforts[family] = cost
+            on_cards = on_cards or way.offload == "none"
+            if new_group:
+                groups.append([])
+            groups[-1].append((cost, seconds, row))
+            grids.add(grid)
+            self._grids[grid] = min(seconds, self._grids.get(grid, np.inf))
+            count += 1
+        chosen = [row for group in groups for _, _, row in sorted(group)]
+        return [self.plan(self._simplest_variant(row)) for row in chosen[:keep]]
+
+    def _simplest_variant(self, fastest: int) -> int:
+        """Of the variants of a plan that are as fast as the fastest, the one with the least to set up."""
+        table, limit = self.table, (1 + VARIANTS_ALIKE) * self.times[fastest]
+        near = np.flatnonzero(
+            (self.kinds == self.kinds[fastest]) & (self.times <= limit) & (self.times >= self.times[fastest])
+        )
+        for row in near[np.lexsort((self.times[near], table.kept[near], table.v[near]))].tolist():
             if self.needs(row).fits(self.asked):
-                seen[kind] = offloaded[way]
-                seen_grids.setdefault(grids[row])
-                if len(first) < keep or method in lacking:
-                    first.append(row)
-                lacking.discard(method)
-                if not lacking and enough:
-                    break
-        return [self.plan(row) for row in first], [table.grids[grid] for grid in seen_grids][:keep]
+                return row
+        return fastest
 
     def plan(self, row: int) -> Plan:
         """A row as a plan."""
@@ -195,6 +224,7 @@ def made_plan(asked: Question, chosen: Settings, need: Needs, parts: dict[str, f
         tokens=asked.tokens,
         lora_rank=asked.lora_rank,
         attention=asked.attention,
+        loss=asked.loss,
     )
 
 

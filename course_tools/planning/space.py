@@ -16,7 +16,7 @@ from course_tools.planning.table import Table, Way
 
 LARGEST_MICRO_BATCH = 64
 LEAST_TOKENS = 1024  # of a sequence on one context-parallel rank
-VIRTUAL_STAGES = (1, 2, 3, 4, 5, 6, 7, 8)
+VIRTUAL_STAGES = range(1, 9)
 
 
 def divisors(number: int) -> list[int]:
@@ -58,14 +58,24 @@ def grids(question: Question) -> list[Grid]:
 
 
 def ways(question: Question) -> list[Way]:
-    """Method, strategy and offload that some program runs together; ranks on a CPU have nothing to offload."""
-    offloads = [offload for offload in question.offload if offload == "none" or not question.machines.cpu]
+    """What some program runs together; ranks on a CPU have nothing to offload, and no 8-bit optimizer.
+
+    Adapters have few states: theirs are stepped by the first optimizer that is asked for.
+    """
+    cpu = question.machines.cpu
+    offloads = [offload for offload in question.offload if offload == "none" or not cpu]
+    optimizers = [name for name in question.optimizers if "8bit" not in name or not cpu] or ["adamw"]
+    shards = [0, *divisors(question.machines.per_node)[1:]] if question.machines.nodes > 1 else [0]
     return [
-        Way(method, strategy, offload)
+        Way(method, strategy, offload, optimizer, shard)
         for method in question.methods
         for strategy in question.strategies
         for offload in offloads
-        if not why_not(method=method, strategy=strategy, offload=offload)
+        for optimizer in (optimizers if method == "full" else optimizers[:1])
+        for shard in shards
+        if not why_not(method=method, strategy=strategy, offload=offload, optimizer=optimizer)
+        and not (shard and (strategy, offload, optimizer) != ("fsdp", "none", "adamw"))
+        and not (optimizer.startswith("paged") and strategy != "single")
     ]
 
 
@@ -76,6 +86,10 @@ def way_fault(way: Way, grid: Grid) -> str:
     ZeRO-2 and 3 or FSDP offload on it. And QLoRA, which is for few cards, is planned on data-parallel ranks alone.
     """
     ranks = grid.dp * grid.cp
+    if way.shard and (ranks % way.shard or ranks == way.shard or max(grid.pp, grid.cp, grid.ep) > 1):
+        return (
+            f"Copies sharded over {way.shard} ranks each want several times as many data-parallel ranks, pp=1 and cp=1."
+        )
     if grid.ep > 1 and way.strategy not in ("ddp", "fsdp"):
         return "expert parallelism is planned with ddp and fsdp alone: DeepSpeed has its own way."
     if ranks > 1 and way.strategy == "single":
@@ -85,7 +99,9 @@ def way_fault(way: Way, grid: Grid) -> str:
         return f"{way.strategy} shares among data-parallel ranks and there is one: take strategy='single'."
     if way.method == "qlora" and max(grid.pp, grid.cp) > 1:
         return "qlora is planned on data-parallel ranks alone: take pp=1 and cp=1."
-    return why_not(**way._asdict(), ranks=ranks, tp=grid.tp, pp=grid.pp)
+    chosen = way._asdict()
+    del chosen["shard"]
+    return why_not(**chosen, ranks=ranks, tp=grid.tp, pp=grid.pp)
 
 
 @lru_cache(maxsize=1024)
@@ -95,11 +111,10 @@ def micro_batch_sizes(sequences: int) -> tuple[int, ...]:
 
 
 def virtual_stages(question: Question, pp: int, m: int) -> tuple[int, ...]:
-    """Stages per rank: interleaving needs micro-batches in rounds of `pp`, and layers that fill the stages."""
+    """Stages per rank: interleaving needs micro-batches in rounds of `pp`, and a layer for each stage."""
     if pp == 1 or m % pp or not question.interleave:
         return (1,)
-    each = -(-question.shape.layers // pp)
-    return tuple(v for v in VIRTUAL_STAGES if each % v == 0 and pp * v <= question.shape.layers)
+    return tuple(v for v in VIRTUAL_STAGES if pp * v <= question.shape.layers)
 
 
 def table(question: Question, only: list[Grid] | None = None) -> Table:

@@ -13,11 +13,22 @@ from course_tools.planning.answer import Settings
 
 
 class Way(NamedTuple):
-    """Method, strategy and offload: what does not depend on the grid."""
+    """What does not depend on the grid. `shard`: FSDP shares a copy of the model among so many ranks; 0, among all."""
 
     method: str
     strategy: str
-    offload: str
+    offload: str = "none"
+    optimizer: str = "adamw"
+    shard: int = 0
+
+    @property
+    def family(self) -> tuple[str, str]:
+        """Ways of one family are alternatives that cost the same or more; ZeRO-1 and ZeRO-2 are."""
+        return self.method, "zero" if self.strategy in ("zero1", "zero2") else self.strategy
+
+    def copies(self, grid: Grid) -> int:
+        """Of the model among a grid's data-parallel ranks, each sharded."""
+        return max(grid.dp * grid.cp // self.shard, 1) if self.shard else 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,17 +79,24 @@ class Table:
             virtual_stages=int(self.v[row]),
             activation_checkpointing=ACTIVATION_CHECKPOINTING[self.kept[row]],
             offload=way.offload,
+            optimizer=way.optimizer,
+            copies=way.copies(grid),
             precision=precision,
         )
 
 
+def way_of(chosen: Settings) -> Way:
+    shard = chosen.dp * chosen.cp // chosen.copies if chosen.copies > 1 else 0
+    return Way(chosen.method, chosen.strategy, chosen.offload, chosen.optimizer, shard)
+
+
 def table_of(settings: list[Settings]) -> Table:
     """The other way round: a row for each."""
-    ways = list(dict.fromkeys(Way(one.method, one.strategy, one.offload) for one in settings))
+    ways = list(dict.fromkeys(map(way_of, settings)))
     grids = list(dict.fromkeys(one.grid for one in settings))
     rows = [
         (
-            ways.index(Way(one.method, one.strategy, one.offload)),
+            ways.index(way_of(one)),
             grids.index(one.grid),
             one.micro_batch_size,
             one.num_microbatches,
