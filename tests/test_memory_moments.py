@@ -1,23 +1,30 @@
 """Moments and choices that not every run has, each against storages that a real model makes, most of them without memory.
 
-Fake tensors have shapes and no memory (`course_lib.observe.fake`); what torch.compile keeps is counted on real ones.
+Fake tensors have shapes and no memory (`course_lib.observe.fake`); what torch.compile keeps, and what FSDP2's ranks hold, is
+counted on real ones.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
+import cloudpickle
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from course_lib.launch import launch
 from course_lib.memory import Shape, estimate, host_memory
 from course_lib.memory.blocks import SYMBOLS, block
 from course_lib.memory.phases import numerics_of, sizes
@@ -25,6 +32,9 @@ from course_lib.memory.settings import RunSettings
 from course_lib.models import llama
 from course_lib.observe import tensor_bytes
 from course_lib.observe.fake import LiveStorages, fake_tensors
+from course_lib.training import fsdp
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import pytest
 
 SHAPE = Shape(layers=4, hidden=256, heads=8, vocab=8192, kv_heads=2, intermediate=704)
 BATCH, LENGTH = 2, 256
@@ -189,6 +199,49 @@ def test_states_are_shared_by_those_that_work_on_one_sequence() -> None:
     eight = estimate("llama-3.1-8b", ranks=8, **how)
     assert two.weights == eight.weights and two.optimizer == eight.optimizer
     assert two.activations < eight.activations / 3
+
+
+DEEP = replace(SHAPE, layers=8, vocab=512)
+REDUCED_EACH = [  # (shape, micro-batches, precision, reshard_after_forward): each has its peak at another moment
+    (SHAPE, 2, "fp32", True),
+    (SHAPE, 3, "bf16-mixed", True),
+    (SHAPE, 3, "fp32", False),
+    (DEEP, 2, "fp32", True),
+]
+
+
+def peaks_when_each_micro_batch_is_reduced() -> list[int]:
+    """On a rank: the bytes at the peak of a step of FSDP2, where no micro-batch is kept from its reduce-scatter."""
+    peaks = []
+    for shape, micro_batches, precision, reshard in REDUCED_EACH:
+        with (
+            mock.patch.object(fsdp, "fully_shard", partial(fully_shard, reshard_after_forward=reshard)),
+            mock.patch.object(FSDPModule, "set_requires_gradient_sync"),
+        ):
+            run = fsdp.train(
+                partial(llama, shape),
+                steps=2,
+                global_batch=2 * micro_batches,
+                seq_len=16,
+                gradient_accumulation_steps=micro_batches,
+                bf16=precision == "bf16-mixed",
+            )
+        peaks.append(run.memory["peak"])
+    return peaks
+
+
+def test_sums_of_micro_batches_that_are_reduced_are_shards(private_tmp) -> None:
+    run = launch(peaks_when_each_micro_batch_is_reduced, ranks=2, quiet=True, timeout=300)
+    for (shape, micro_batches, precision, reshard), *seen in zip(REDUCED_EACH, *run.results, strict=True):
+        how: dict[str, Any] = {"strategy": "fsdp", "ranks": 2, "seq_len": 16, "precision": precision, "device": "cpu"}
+        how |= {"reshard_after_forward": reshard}
+        need = estimate(shape, **how, num_microbatches=micro_batches, reduce_each_micro_batch=True)
+        assert seen == pytest.approx([need.peak] * 2, rel=0.005), need.phases  # 5 % are allowed
+        alone = estimate(shape, **how)
+        assert need.phases["the loss"] - alone.phases["the loss"] == need.gradients
+        assert asdict(estimate(shape, **how, reduce_each_micro_batch=True)) == asdict(alone)
+    with pytest.raises(ValueError, match="reduce_each_micro_batch"):
+        estimate(SHAPE, strategy="zero3", ranks=2, reduce_each_micro_batch=True)
 
 
 def test_the_host_holds_what_is_loaded_and_what_is_offloaded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 
@@ -11,7 +12,7 @@ from refusals import assert_refused
 
 from course_tools.axolotl.check import check
 from course_tools.planning import plan
-from course_tools.planning.files import files, targets_of, why_not, write
+from course_tools.planning.files import files, targets_of, torchrun, why_not, write
 
 
 def text_of(one_plan, target):
@@ -44,7 +45,8 @@ def test_deepspeed_s_json_is_sound() -> None:
 
 def test_accelerate_s_own_loader_takes_each_kind(tmp_path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
-    from accelerate.commands.launch import launch_command_parser
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_extend_env_parallelism_config
 
     options = vars(launch_command_parser().parse_args(["script.py"]))
     for strategy, kind in {"ddp": "MULTI_GPU", "zero2": "DEEPSPEED", "fsdp": "FSDP"}.items():
@@ -57,6 +59,14 @@ def test_accelerate_s_own_loader_takes_each_kind(tmp_path) -> None:
     assert read.fsdp_config["fsdp_cpu_ram_efficient_loading"] is True
     assert read.fsdp_config["fsdp_version"] == 2 and read.fsdp_config["fsdp_activation_checkpointing"] is True
     assert read.fsdp_config["fsdp_transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer"
+    copies = a_plan("fsdp", dp=16, copies=2, optimizer="adamw8bit", loss="fused", **LLAMA | {"on": "2x8xh100-80gb"})
+    (path,) = write(copies, "accelerate", tmp_path)
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(path), "x.py"]))
+    assert arguments.use_fsdp and arguments.use_parallelism_config
+    sizes = {f"PARALLELISM_CONFIG_DP_{name}_SIZE": size for name, size in (("REPLICATE", "2"), ("SHARD", "8"))}
+    assert sizes.items() <= prepare_extend_env_parallelism_config(arguments, {}).items()
+    for word in ("sync_each_batch=True", "adamw8bit by torchao", "fused loss"):  # what the script has to say itself
+        assert word in path.read_text()
 
 
 def test_axolotl_s_yaml_is_the_plan() -> None:
@@ -71,25 +81,70 @@ def test_axolotl_s_yaml_is_the_plan() -> None:
     assert tensor["tensor_parallel_size"] == 4 and "fsdp_config" not in tensor  # beside it transformers shards
     shards = yaml.safe_load(text_of(a_plan("fsdp", method="qlora", **LLAMA | {"on": "2xa100-80gb"}), "axolotl"))
     assert shards["fsdp_config"]["cpu_ram_efficient_loading"] is True  # else each card would take the whole model
+    copies = a_plan("fsdp", dp=8, copies=2, optimizer="adamw8bit", loss="fused", **LLAMA | {"on": "8xh100-80gb"})
+    result = yaml.safe_load(text_of(copies, "axolotl"))
+    expected = {"dp_replicate_size": 2, "dp_shard_size": 4, "optimizer": "adamw_torch_8bit"}
+    expected |= {"liger_fused_linear_cross_entropy": True, "plugins": ["axolotl.integrations.liger.LigerPlugin"]}
+    expected |= {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+    assert expected.items() <= result.items() and not check(result, gpus="8xh100-80gb").errors
+    for optimizer, name in (("adamw8bit", "adamw_bnb_8bit"), ("paged_adamw8bit", "paged_adamw_8bit")):
+        one = a_plan("ddp", method="lora", optimizer=optimizer, loss="chunked", **LLAMA)
+        result = yaml.safe_load(text_of(one, "axolotl"))
+        assert result["optimizer"] == name and result["chunked_cross_entropy"] is True
+        assert "accelerator_config" not in result and not check(result, gpus="2xh100-80gb").errors
     report = check(tensor, gpus="8xh100-80gb")
     assert report.batch.global_batch == 8 and not report.errors
 
 
+def test_a_script_is_built_of_what_the_plan_uses() -> None:
+    """And of nothing else: what it imports it names, and what it names it imports."""
+    four, mixed = LLAMA | {"on": "4xh100-80gb"}, {"precision": "bf16-mixed", "on": "2xh100-80gb"}
+    rows = {
+        "return model\n": a_plan("single", dp=1),
+        "DistributedDataParallel(model)": a_plan("ddp", optimizer="paged_adamw8bit", method="qlora", **LLAMA),
+        "from torchao.optim import AdamW8bit": a_plan("fsdp", optimizer="adamw8bit", **LLAMA),
+        'init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))': a_plan(dp=4, copies=2, **four),
+        'split(blocks, mesh["tp"])': a_plan(dp=2, tp=2, **four),
+        "CPUOffloadPolicy(pin_memory": a_plan(offload="all", **LLAMA),
+        'AutoConfig.from_pretrained("Qwen/Qwen3-0.6B")': a_plan(model="qwen3-0.6b", optimizer="sgd", **mixed),
+    }
+    importable = set().union(*torchrun.IMPORTS.values())
+    for words, one in rows.items():
+        text = text_of(one, "torchrun")
+        assert words in text
+        nodes = list(ast.walk(ast.parse(text)))
+        imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+        named = {node.id for node in nodes if isinstance(node, ast.Name)}
+        assert imported == named & importable, words
+
+
 def test_a_target_that_cannot_do_all_of_a_plan_says_so() -> None:
     four, nobody = LLAMA | {"on": "4xh100-80gb"}, ()
+    lora = {"method": "lora", **LLAMA}
+    sixteen = {"dp": 16, "on": "2x8xh100-80gb", "precision": "bf16-mixed"}
     rows = [
         (a_plan("single", dp=1, pp=2), "axolotl", "pp=2", nobody),
         (a_plan("ddp", dp=1, cp=2, **LLAMA), "axolotl", "cp=2", nobody),
-        (a_plan("ddp", method="qlora", **LLAMA), "fsdp", "'ddp'", ("accelerate", "axolotl")),
-        (a_plan("ddp"), "deepspeed", "'ddp'", ("accelerate",)),
-        (a_plan("zero3", offload="all"), "fsdp", "'zero3'", ("accelerate", "deepspeed")),
-        (a_plan("fsdp", offload="optimizer"), "fsdp", "optimizer", nobody),
-        (a_plan("fsdp", tp=2, dp=2, **four), "accelerate", "tp=2", ("axolotl",)),
+        (a_plan("ddp"), "deepspeed", "'ddp'", ("accelerate", "torchrun")),
+        (a_plan("zero3", offload="all"), "torchrun", "'zero3'", ("accelerate", "deepspeed")),
+        (a_plan("fsdp", offload="optimizer"), "torchrun", "optimizer", nobody),
+        (a_plan("fsdp", tp=2, dp=2, **four), "accelerate", "tp=2", ("torchrun", "axolotl")),
+        (a_plan("single", dp=1, tp=2, **LLAMA), "torchrun", "tensor", ("axolotl",)),
+        (a_plan("fsdp", model="llama-3.1-70b", **sixteen), "torchrun", "2,103 GiB", ("accelerate",)),
+        (a_plan("fsdp", model="gpt3-175b", **sixteen), "torchrun", "gpt3-175b", ("accelerate",)),
+        (a_plan("zero2", optimizer="adamw8bit", **lora), "deepspeed", "adamw8bit", ("accelerate", "axolotl")),
+        (a_plan("zero2", loss="chunked", **lora), "deepspeed", "chunked", ("accelerate", "axolotl")),
+        (a_plan("fsdp", loss="fused", **lora), "torchrun", "fused", ("accelerate", "axolotl")),
+        (a_plan("ddp", loss="half", **LLAMA), "axolotl", "half", ("accelerate",)),
+        (a_plan("ddp", optimizer="muon", **LLAMA), "axolotl", "muon", ("accelerate",)),
+        (a_plan("fsdp", tp=2, dp=2, loss="fused", **four), "axolotl", "Liger", nobody),
+        (a_plan("fsdp", optimizer="paged_adamw8bit", **LLAMA), "accelerate", "DTensors", nobody),
+        (a_plan("ddp", ep=2, **LLAMA), "accelerate", "ep=2", nobody),
         (a_plan("ddp", tp=2, dp=2, **four), "axolotl", "FSDP2", nobody),
         (a_plan("single", dp=1, tp=2, method="lora", **LLAMA), "axolotl", "LoRA", nobody),
-        (a_plan("ddp", dp=1, on="1xcpu"), "axolotl", "tiny", ("accelerate",)),
+        (a_plan("ddp", dp=1, on="1xcpu"), "axolotl", "tiny", ("accelerate", "torchrun")),
         (a_plan("ddp", dp=3, on="2x2xcpu"), "accelerate", "machines of 2", nobody),
-        (a_plan("fsdp", **LLAMA | {"on": "2x24GiB"}), "axolotl", "GPU needs", ("accelerate", "fsdp")),
+        (a_plan("fsdp", **LLAMA | {"on": "2x24GiB"}), "axolotl", "GPU needs", ("accelerate", "torchrun")),
     ]
     for one_plan, target, fragment, others in rows:
         assert targets_of(one_plan) == others, (target, fragment)

@@ -9,11 +9,10 @@ import sys
 
 import cloudpickle
 import pytest
-import torch
 from plan_cases import a_plan
 
 from course_lib.launch import launch
-from course_lib.launch.commands import Background
+from course_lib.launch.commands import Background, shell
 from course_lib.training import single
 from course_tools.planning.files import write
 
@@ -40,41 +39,31 @@ def typed(command):
         running.end()
 
 
-def by_the_module(folder):
-    """On a rank: what a reader writes around `fsdp_plan.shard`."""
-    from torch.distributed.tensor import DTensor
-
-    from course_lib.models import tiny_llama
-    from course_lib.models.data import sample_batch
-
-    torch.set_num_threads(1)
-    sys.path.insert(0, folder)
-    import fsdp_plan
-
-    rank, losses = torch.distributed.get_rank(), []
-    model = fsdp_plan.shard(tiny_llama().train())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(SIZES["steps"]):
-        batch = sample_batch(step, global_batch=8, seq_len=32, rank=rank, world_size=fsdp_plan.RANKS)
-        total = torch.zeros(())
-        for i, part in enumerate(batch.chunk(fsdp_plan.GRADIENT_ACCUMULATION_STEPS)):
-            model.set_requires_gradient_sync(i == fsdp_plan.GRADIENT_ACCUMULATION_STEPS - 1)
-            loss = model(input_ids=part, labels=part).loss / fsdp_plan.GRADIENT_ACCUMULATION_STEPS
-            loss.backward()
-            total += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.distributed.all_reduce(total)
-        losses.append(total.item() / 2)
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    local = sum(parameter.to_local().numel() for parameter in model.parameters())
-    return losses, local, model.is_gradient_checkpointing
+# Put into the script: what a rank holds once it is wrapped.
+PROBE = """
+    held = sum(getattr(weight, "to_local", lambda: weight)().numel() for weight in model.parameters())
+    if rank == 0:
+        print(json.dumps({"held": held, "checkpointing": getattr(model, "is_gradient_checkpointing", False)}))
+"""
+SMALL = 66_688  # of the weights those of embedding, head and norms, which tensor parallelism does not split
+SCRIPTS = {
+    "fsdp": (a_plan(activation_checkpointing="full", offload="all"), WEIGHTS / 2),
+    "ddp": (a_plan("ddp"), WEIGHTS),
+    "two copies": (a_plan(dp=4, copies=2, micro_batch_size=1, on="4xcpu"), WEIGHTS / 2),
+    "tensor parallel": (a_plan(tp=2, on="4xcpu"), (WEIGHTS - SMALL) / 4 + SMALL / 2),
+}
 
 
-def test_the_fsdp_file_shards_a_model(oracle, tmp_path):
-    write(a_plan("fsdp", activation_checkpointing="full", offload="all"), "fsdp", tmp_path)
-    for losses, local, checkpointing in launch(by_the_module, str(tmp_path), ranks=2, quiet=True, timeout=240).results:
-        assert losses == oracle and local == WEIGHTS / 2 and checkpointing
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_torchrun_trains_by_its_script(oracle, tmp_path, name):
+    plan, held = SCRIPTS[name]
+    (script,) = write(plan, "torchrun", tmp_path)
+    before, optimizer, after = script.read_text().partition("    optimizer = ")
+    script.write_text(before + PROBE + optimizer + after)
+    printed = shell(f"torchrun --nproc-per-node {plan.gpus} {script}", timeout=240).splitlines()
+    wrapped, *steps = [json.loads(line) for line in printed if line.startswith("{")]
+    assert wrapped == {"held": held, "checkpointing": plan.activation_checkpointing == "full"}
+    assert [step["loss"] for step in steps[:2]] == oracle
 
 
 # What a reader writes: the launcher's YAML says how to shard.

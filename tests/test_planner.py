@@ -11,9 +11,10 @@ from refusals import assert_refused
 
 from course_lib.memory import estimate, flops_per_token
 from course_tools.planning import CONSTANTS, NoPlan, check_settings, machines, plan, procedure
+from course_tools.planning.constants import NINE_OF_TEN_WITHIN
 from course_tools.planning.files import write
-from course_tools.planning.question import question
-from course_tools.planning.search import ALIKE, Search, measured
+from course_tools.planning.question import HEADROOM, question
+from course_tools.planning.search import ALIKE, Search, effort, measured
 
 GIB = 2**30
 HOME = {"model": "llama-3.1-8b", "cluster": "2x24GiB", "global_batch": 16, "seq_len": 2048}
@@ -34,7 +35,7 @@ def search(**asked) -> Search:
 
 @pytest.fixture(scope="module")
 def home():
-    return plan(**HOME, tokens=1e9)
+    return plan(**HOME, tokens=1e9, methods=("full", "lora", "qlora"))
 
 
 def test_planning_and_its_command_need_no_torch() -> None:
@@ -46,13 +47,13 @@ def test_planning_and_its_command_need_no_torch() -> None:
 
 
 def test_every_plan_uses_all_cards_fits_and_adds_up(home) -> None:
-    assert len(home.plans) >= 10 and {each.method for each in home.plans} == {"full", "lora", "qlora"}
+    assert len(home.plans) >= 8 and {each.method for each in home.plans} == {"full", "lora", "qlora"}
     assert len({each.kind for each in home.plans}) == len(home.plans)
     peak = machines("2x24GiB").card.peak_flops
     for each in home.plans:
         assert each.dp * each.tp * each.pp * each.cp == 2
         assert each.dp * each.micro_batch_size * each.num_microbatches == 16
-        assert each.memory_bytes <= 24 * GIB
+        assert each.memory_bytes <= (1 - HEADROOM) * 24 * GIB
         assert each.step_seconds == pytest.approx(sum(each.parts.values()))
         assert each.days == pytest.approx(1e9 / each.tokens_per_second / 86_400)
         work = flops_per_token("llama-3.1-8b", 2048, causal=True, frozen=each.method != "full")
@@ -60,7 +61,8 @@ def test_every_plan_uses_all_cards_fits_and_adds_up(home) -> None:
         assert 0.05 < each.mfu < 0.7
         if each.virtual_stages == 1:
             names = ("method", "strategy", "sequence_parallel", "micro_batch_size", "num_microbatches", "offload")
-            settings = {name: getattr(each, name) for name in (*names, "activation_checkpointing")}
+            settings = {name: getattr(each, name) for name in (*names, "activation_checkpointing", "optimizer")}
+            settings["reduce_each_micro_batch"] = each.strategy == "fsdp" and each.pp == 1
             split = {"tensor_parallel": each.tp, "pipeline_parallel": each.pp, "context_parallel": each.cp}
             assert each.memory == estimate("llama-3.1-8b", ranks=each.dp, seq_len=2048, **settings, **split)
     asked = question(HOME["model"], HOME["cluster"], global_batch=16, seq_len=2048, tokens=1e9)
@@ -81,14 +83,22 @@ SMALL = (
 def test_the_best_is_the_best_of_all_settings_each_estimated(asked) -> None:
     """The search without its order, its bounds and its early end: every setting against `estimate`."""
     answer, whole = plan(**asked, keep=4), search(**asked)
-    kinds = [whole.table.settings(row, "").kind for row in range(len(whole.table))]
+    table = whole.table
+    kinds = [table.settings(row, "").kind for row in range(len(table))]
     fitting = [row for row in range(len(kinds)) if whole.needs(row).fits(whole.asked)]
     assert 0 < len(fitting) < len(kinds)
-    fastest = min(whole.times[row] for row in fitting)
-    # numpy adds up a row's parts, Python's sum() those of a plan: the last place may differ
-    assert fastest * (1 - 1e-12) <= answer.best.step_seconds <= fastest * (1 + ALIKE)
-    variants = [whole.times[row] for row in fitting if kinds[row] == answer.best.kind]
-    assert answer.best.step_seconds == pytest.approx(min(variants))
+    for method in {each.method for each in answer.plans}:
+        best = next(each for each in answer.plans if each.method == method)
+        times: dict[tuple, float] = {}  # of the fastest variant of each plan
+        efforts = {}
+        for row in fitting:
+            way, grid = table.ways[table.way[row]], table.grids[table.grid[row]]
+            if way.method == method:
+                times[kinds[row]] = min(times.get(kinds[row], float("inf")), whole.times[row])
+                efforts[kinds[row]] = effort(way, grid)
+        alike = [kind for kind, seconds in times.items() if seconds <= min(times.values()) * (1 + ALIKE)]
+        assert efforts[best.kind] == min(efforts[kind] for kind in alike)
+        assert times[best.kind] * (1 - 1e-12) <= best.step_seconds <= times[best.kind] * 1.02
     assert answer.searched == len(kinds) >= answer.estimated
     for refused in answer.refused:  # no variant of it fits
         assert refused.needs > refused.has
@@ -122,18 +132,22 @@ def test_one_card_takes_qlora_and_a_frontier_model_takes_metas_time() -> None:
     qlora = plan("llama-2-7b", "rtx4090", global_batch=16, seq_len=512, methods=("qlora",)).best
     assert (qlora.strategy, qlora.method) == ("single", "qlora") and qlora.memory_bytes <= 24 * GIB
     answer = plan(**FRONTIER, tokens=15.6e12)
-    best = next(each for each in answer.plans if each.method == "full")
-    assert answer.searched > 10_000 and best.gpus == 16_384 and best.memory_bytes <= 80 * GIB and best.tp <= 8
-    assert 0.35 < best.mfu < 0.55 and 30 < best.days < 110  # Meta's own took 54 days at 38 to 43 %
+    best = answer.best
+    assert answer.searched > 10_000 and best.gpus == 16_384 and best.memory_bytes <= 80 * GIB
+    assert (best.tp, best.pp, best.dp) == (8, 16, 128)  # Meta's own grid; 38 to 43 % are 64 to 72 days
+    assert 64 * (1 - NINE_OF_TEN_WITHIN) < best.days < 72 * (1 + NINE_OF_TEN_WITHIN)
 
 
 def test_experts_are_shared_out_among_data_ranks_and_tokens_pay_for_the_way() -> None:
-    asked = {"global_batch": 64, "seq_len": 4096, "methods": "full", "keep": 20, "axes": "dp"}
-    plans = {each.ep: each for each in plan("mixtral-8x7b", "2x8xh100-80gb", **asked).plans if each.strategy == "fsdp"}
+    asked = {"global_batch": 64, "seq_len": 4096, "methods": "full", "keep": 20, "axes": "dp", "optimizers": "adamw"}
+    asked["activation_checkpointing"] = "selective"
+    answer = plan("mixtral-8x7b", "2x8xh100-80gb", **asked, strategies="fsdp")
+    plans = {each.ep: each for each in answer.plans if each.copies == 1}
     assert set(plans) == {1, 2, 4, 8}  # of 16 ranks and 8 experts
     for ep, each in plans.items():
         settings = {"micro_batch_size": each.micro_batch_size, "num_microbatches": each.num_microbatches}
         settings |= {"activation_checkpointing": each.activation_checkpointing, "strategy": "fsdp", "ranks": 16}
+        settings["reduce_each_micro_batch"] = True
         assert each.memory == estimate("mixtral-8x7b", seq_len=4096, expert_parallel=ep, **settings)
     eight = plans[8]
     machine = machines("2x8xh100-80gb")
@@ -144,16 +158,16 @@ def test_experts_are_shared_out_among_data_ranks_and_tokens_pay_for_the_way() ->
     assert "expert parallelism" not in plans[1].parts and "EP 8" in str(eight)
     with pytest.raises(ValueError, match="ep=8"):
         write(eight, "axolotl", "nowhere")
-    assert "PEFT" in plan("mixtral-8x7b", "8xa100-80gb", global_batch=8, seq_len=512, methods="lora").note
+    assert "PEFT" in " ".join(plan("mixtral-8x7b", "8xa100-80gb", global_batch=8, seq_len=512, methods="lora").notes)
     assert all(each.ep == 1 for each in plan("llama-2-7b", "8xh100-80gb", global_batch=8, seq_len=512).plans)
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
-    kept = {"global_batch": 16, "seq_len": 2048, "methods": "full", "offload": "none"}
+    kept = {"global_batch": 16, "seq_len": 2048, "methods": "full", "offload": "none", "optimizers": "adamw"}
     with pytest.raises(NoPlan, match="llama-3.1-8b") as caught:
         plan("llama-3.1-8b", "24GiB", **kept)
     least = {"micro_batch_size": 1, "num_microbatches": 16, "activation_checkpointing": "full", "seq_len": 2048}
-    assert caught.value.missing == estimate("llama-3.1-8b", **least).device - 24 * GIB
+    assert caught.value.missing == estimate("llama-3.1-8b", **least).device - int((1 - HEADROOM) * 24 * GIB)
     assert f"{caught.value.missing / GIB:,.1f} GiB" in str(caught.value)
     # what it says would do does, and half of those cards do not
     cards = next(int(sentence.split()[0]) for sentence in caught.value.would if "such cards" in sentence)
@@ -182,13 +196,15 @@ def test_the_procedure_comes_near_the_best_and_never_passes_it() -> None:
     for model, cluster, batch, length in questions:
         asked = {"global_batch": batch, "seq_len": length}
         walked, best = procedure(model, cluster, **asked), plan(model, cluster, **asked, **DEEPSPEED_PIPELINE).best
-        assert 1 - ALIKE <= walked.plan.step_seconds / best.step_seconds < 1.3, model
+        assert walked.plan.step_seconds < (1 + ALIKE) * best.step_seconds, model
         assert walked.plan.memory_bytes <= best.machines.card.memory and walked.plan.gpus == best.machines.gpus, model
-        assert walked.measured == sum(len(step.tried) for step in walked.steps) < 40, model
-        degrees = [trial.plan.dp for trial in walked.steps[0].tried]
+        assert walked.plan in walked.tried and len(walked.tried) < 40, model
+        room = (1 - HEADROOM) * best.machines.card.memory
+        first = next(i for i, each in enumerate(walked.tried) if each.memory_bytes <= room)
+        degrees = [each.dp for each in walked.tried[: first + 1]]
         assert degrees == sorted(degrees, reverse=True), "data-parallel first"
-        rates = [step.best.tokens_per_second for step in walked.steps if step.best]
-        assert rates == sorted(rates) and walked.plan.tokens_per_second == rates[-1], model
+        fitting = [each.step_seconds for each in walked.tried if each.memory_bytes <= room]
+        assert walked.plan.step_seconds == min(fitting), model
 
 
 def test_what_means_nothing_is_refused() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from course_checks.harness import Contract, NotYet, plain, returned
 from course_checks.lab08.common import lab
+from course_lib.choices import STRATEGIES
 from course_lib.notebook import table
 from course_lib.notebook.page import Page
 from course_lib.units import GIB
@@ -32,10 +33,9 @@ class Offer:
     most: int  # machines
     network: Mapping[str, Any] = field(default_factory=dict)  # between machines; the usual one if empty
 
-    def rent(self, count: int, room: float = 1.0) -> Machines:
-        """So many of them; of each card's memory only the share `room`."""
-        rented = machines(f"{count}x{self.machine}", **(self.network if count > 1 else {}))
-        return replace(rented, card=replace(rented.card, memory=int(room * rented.card.memory)))
+    def rent(self, count: int) -> Machines:
+        """So many of them."""
+        return machines(f"{count}x{self.machine}", **(self.network if count > 1 else {}))
 
 
 @dataclass(frozen=True)
@@ -58,28 +58,28 @@ class Task:
     @property
     def asked(self) -> dict[str, Any]:
         """What `course_tools.planning.plan` takes beside model and machines."""
-        return {"global_batch": self.global_batch, "seq_len": self.seq_len, "tokens": self.tokens, "offload": ("none",), "axes": ("pp", "dp", "tp"), "methods": ("full",)}  # fmt: skip
+        return {"global_batch": self.global_batch, "seq_len": self.seq_len, "tokens": self.tokens, "offload": ("none",), "axes": ("pp", "dp", "tp"), "methods": ("full",), "strategies": tuple(STRATEGIES), "optimizers": "adamw"}  # fmt: skip
 
     def dollars(self, found: Plan, offer: str) -> float:
         return found.days * 24 * found.machines.nodes * self.offers[offer].price
 
 
-SMALL = {"A100-40": Offer("8xa100-40gb", 6.00, 4), "H100": Offer("8xh100-80gb", 20.00, 4, SLOW)}
-LARGE = {"H100": Offer("8xh100-80gb", 20.00, 8, SLOW), "A100": Offer("8xa100-80gb", 10.00, 8)}
+SMALL = {"A100-40": Offer("8xa100-40gb", 6.00, 4), "H100": Offer("8xh100-80gb", 15.50, 4, SLOW)}
+LARGE = {"H100": Offer("8xh100-80gb", 15.50, 8, SLOW), "A100": Offer("8xa100-80gb", 10.00, 8)}
 TASKS = (
-    Task("all of 8B", "llama-3.1-8b", 128, 8192, 5e9, 1, MappingProxyType(SMALL)),
-    Task("all of 70B", "llama-3.1-70b", 256, 4096, 2e9, 1.25, MappingProxyType(LARGE)),
+    Task("all of 8B", "llama-3.1-8b", 128, 8192, 5e9, 1.25, MappingProxyType(SMALL)),
+    Task("all of 70B", "llama-3.1-70b", 256, 4096, 2e9, 1.4, MappingProxyType(LARGE)),
 )
 
 
 @functools.cache
-def every(task: Task, room: float) -> list[tuple[float, str, Plan]]:
+def every(task: Task, headroom: float) -> list[tuple[float, str, Plan]]:
     """(dollars, offer, fastest plan) for each number of machines of each offer."""
     found = []
     for name, offer in task.offers.items():
         for count in range(1, offer.most + 1):
             try:
-                answer = plan(task.model, offer.rent(count, room), **task.asked)
+                answer = plan(task.model, offer.rent(count), headroom=headroom, **task.asked)
             except (NoPlan, ValueError):  # it does not fit, or the batch does not divide
                 continue
             fastest = min(answer.plans, key=lambda each: each.step_seconds)
@@ -89,12 +89,12 @@ def every(task: Task, room: float) -> list[tuple[float, str, Plan]]:
 
 def cheapest(task: Task) -> tuple[float, str, Plan]:
     """The least dollars with headroom and in time."""
-    return min((each for each in every(task, 1 - HEADROOM) if each[2].days <= task.time), key=lambda each: each[0])
+    return min((each for each in every(task, HEADROOM) if each[2].days <= task.time), key=lambda each: each[0])
 
 
 def planners(task: Task) -> tuple[float, str, Plan]:
     """What the planner calls the fastest, given everything there is, and no headroom to leave."""
-    return min(every(task, 1.0), key=lambda each: each[2].days)
+    return min(every(task, 0.0), key=lambda each: each[2].days)
 
 
 def show() -> Page:
@@ -132,7 +132,7 @@ def choose_plan(choose: Callable[..., Any]) -> str:
             found.days <= task.time,
             f"takes {found.days:.2f} days, and {task.time:g} of {task.days:g} are yours. {held}",
         )
-        same = min((cost for cost, name, other in every(task, 1 - HEADROOM) if (name, other.machines.nodes) == (offer, found.machines.nodes)), default=yours)  # fmt: skip
+        same = min((cost for cost, name, other in every(task, HEADROOM) if (name, other.machines.nodes) == (offer, found.machines.nodes)), default=yours)  # fmt: skip
         better = (
             f"other plans for these machines cost {same:,.2f}. {held}"
             if yours > FACTOR * same
@@ -156,14 +156,14 @@ def _planned(value: Any, task: Task) -> tuple[str, Plan]:
     if offer is None or type(count) is not int or not 1 <= count <= offer.most:
         told = ", ".join(f"1 to {each.most} of {name!r}" for name, each in task.offers.items())
         raise NotYet(f"{task.name}: there are {told}, and not {count} of {chosen['offer']!r}")
-    rented, choices = offer.rent(count, 1 - HEADROOM), {name: chosen[name] for name in CHOICES}
+    rented, choices = offer.rent(count), {name: chosen[name] for name in CHOICES}
     choices["micro_batch_size"], choices["activation_checkpointing"] = (
         choices.pop("micro_batch"),
         choices.pop("checkpointing"),
     )
     how = {name: task.asked[name] for name in ("global_batch", "seq_len")}
     try:
-        verdict = check_settings(task.model, rented, **how, **choices)
+        verdict = check_settings(task.model, rented, **how, **choices, headroom=HEADROOM)
     except ValueError as error:
         raise NotYet(f"{task.name}: {error}") from None
     if verdict.wrong:

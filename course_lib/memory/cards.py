@@ -90,7 +90,8 @@ def card(name: str | Card) -> Card:
         return CARDS[sizes[0]]
     if memory := _amount(key):
         return Card(name.strip(), memory, True, 0.0, 0.0)
-    near = did_you_mean(key, CARDS, most=3, cutoff=0.3) or ["t4", "a100-80gb", "h100-80gb"]
+    names = [*CARDS, *(known.partition("-")[0] for known in CARDS if "-" in known)]
+    near = did_you_mean(key, names, most=3, cutoff=0.3) or ["t4", "a100-80gb", "h100-80gb"]
     raise ValueError(
         f"No card is called {name!r}: the nearest are {', '.join(near)}; an amount such as 24GiB will do too."
     )

@@ -128,9 +128,10 @@ def _fsdp(
     block_share = r.share * block // r.whole if r.whole else 0
     kept = 0 if in_shards else block_share
     sums = r.share if in_shards else layers * block_share
+    outer_share = r.share - layers * block_share
     passed = kept - (block if accumulate else 0) - (0 if run.reshard_after_forward else r.block_copy)
     # a block's own weights have gone when its gradients are sent
-    last_block = gathered - r.block_copy + earlier + (0 if accumulate else head + block) + wide * block + block_share
+    last_block = gathered - r.block_copy + earlier + (0 if accumulate else head + block) + wide * block + kept
     end = (outer_copy or r.embedding_copy) + wide * block + sums + outer - waiting
     return Communication(
         forward + earlier,

@@ -57,7 +57,9 @@ def _static(question: Question, table: Table) -> tuple[np.ndarray, np.ndarray]:
             weights = run.at_rest * base + (0 if full else run.factors * factors)
             if way.method == "qlora":
                 weights = run.at_rest * (base - matrices) + matrices / 2 + run.factors * factors
-            moments = {"adamw8bit": 2, "paged_adamw8bit": 0, "muon": run.state, "sgd": 0}.get(way.optimizer, 2 * run.state)
+            moments = {"adamw8bit": 2, "paged_adamw8bit": 0, "muon": run.state, "sgd": 0}.get(
+                way.optimizer, 2 * run.state
+            )
             states = (moments + run.master) * trained / (ranks if run.shards else 1)
             gradients = run.gradient * trained * (2 if way.strategy == "ddp" else 1)
             if "weights" in run.shards:

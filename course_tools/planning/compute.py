@@ -40,7 +40,13 @@ def rates(question: Question) -> tuple[float, float]:
     """FLOP/s of large matrix products and bytes/s of element-wise kernels on the card."""
     k, card = question.constants, question.machines.card
     slow = k.fp32 if question.precision == "fp32" and not question.machines.cpu else 1.0
-    return card.peak_flops * k.matmul * slow, card.bandwidth * k.memory
+    return card.peak_flops * k.matmul * slow * (k.hopper if hopper(question) else 1.0), card.bandwidth * k.memory
+
+
+def hopper(question: Question) -> bool:
+    """An H100 or later data-center card."""
+    capability = question.machines.card.capability
+    return capability is not None and (9, 0) <= capability < (12, 0)
 
 
 def of_a_layer(shape: Shape, t: int) -> tuple[float, float, float]:
@@ -80,18 +86,20 @@ def block_seconds(question: Question, table: Table, tp: np.ndarray, tokens: np.n
     eager = question.attention == "eager"
     keys = question.seq_len if eager else question.seq_len / 2
     at_once = question.seq_len / table.axis("cp")
-    rate = flops if eager else flops * k.flash / k.matmul * at_once / (at_once + k.flash_half)
+    flash = k.flash * (k.hopper_flash if hopper(question) else 1.0) * question.machines.card.peak_flops
+    rate = flops if eager else flash * at_once / (at_once + k.flash_half)
     attention = 2 * tokens * keys * (shape.attention_width + shape.value_width) / tp / rate
     passes = 3.0 if eager else 1 + k.backward_flash
 
-    stream = k.stream_passes * shape.hidden / np.where(table.split, tp, 1)
+    norms = 0.0 if shape.norm_bias or question.compile else k.loose_norms  # torch has a kernel for LayerNorm
+    stream = (k.stream_passes + norms) * shape.hidden / np.where(table.split, tp, 1)
     inner = (
         shape.experts.active * shape.experts.intermediate + shape.experts.shared
         if shape.experts
         else shape.intermediate
     )
     wide = inner * (2 if shape.gated else 1) + shape.attention_width + 2 * shape.kv_width
-    light = e * tokens * (stream + k.width_passes * wide / tp) / memory * (k.compiled if question.compile else 1.0)
+    light = e * tokens * (stream + k.width_passes * wide / tp) / memory
     if eager:
         light = light + k.score_passes * e * tokens * question.seq_len * (shape.heads / tp) / memory
     adapters = np.where(full, 0.0, k.adapter_passes * e * tokens * sides / memory)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# How sure a step time is: of the published ones that no constant was chosen on, how many there are, within what share of the
+# measured speed half of the predictions lie, and nine of ten. benchmarks/planner.py prints them.
+HELD_OUT, HALF_WITHIN, NINE_OF_TEN_WITHIN = 51, 0.12, 0.29
+
 
 @dataclass(frozen=True)
 class Constants:
@@ -14,12 +18,16 @@ class Constants:
     matrices, and those that tensor parallelism has made small, are slow without a constant of their own.
 
     Attributes:
-        matmul: share of the peak that a large matrix product reaches.
+        matmul: share of the peak that a large matrix product reaches. hopper: the same on H100 and later, over that: under
+            load their clocks fall. Tuned programs lose less, others more.
         flash, flash_half: share of the peak that flash attention reaches over long sequences, counted over the keys in
             sight, and the length at which it reaches half of that (FlashAttention-2, arXiv:2307.08691, figures 4 to 6:
             99 TFLOP/s at 512 tokens, 187 at 16,384 on an A100). A ring of ranks computes it length / cp at a time.
+            hopper_flash: on H100 and later over that; FlashAttention-2 does not know their tensor cores.
         memory: share of the data sheet's memory bandwidth that element-wise kernels reach.
         stream_passes: times that a block's forward pass reads or writes a residual stream (2 norms, 2 additions).
+            loose_norms: how often more where RMSNorm is no kernel of its own: transformers casts, squares, averages,
+            multiplies and casts back, 36 bytes an element instead of 6, and a block has two of them.
         width_passes: the same for what is as wide as the MLP (activation, gate) or as queries, keys and values (rotation).
         score_passes: the same for the scores of eager attention (write, scale, mask, softmax, dropout, read).
         logit_bytes: bytes moved for a logit, forward and backward: fp32 copy, log-softmax, gradient.
@@ -44,7 +52,9 @@ class Constants:
     stream_passes: float = 12.0
     width_passes: float = 3.0
     score_passes: float = 7.0
-    compiled: float = 0.4
+    loose_norms: float = 30.0
+    hopper: float = 0.78
+    hopper_flash: float = 0.6
     logit_bytes: float = 20.0
     kernels: float = 20.0
     launch: float = 4e-6

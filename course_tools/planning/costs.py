@@ -6,6 +6,8 @@ Compute: `block_seconds`. Bytes sent: `course_lib.parallel.traffic`. Links: `Net
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import numpy as np
 
 from course_lib.choices import STRATEGIES
@@ -60,14 +62,14 @@ def step_parts(question: Question, table: Table) -> dict[str, np.ndarray]:
     even = (layers * each + head + logits) / pp
 
     again = np.where(table.kept == 2, 1.5, 1.0)  # a block that runs forward again sends again
-    tensor = _tensor(question, table, network) * again * fullest / layers
+    tensor = _sent(question, table, _tensor, network) * again * fullest / layers
     context = np.maximum(
-        _context(question, table, network) * fullest / layers
+        _sent(question, table, _context, network) * fullest / layers
         - k.context_overlap * fullest * block.attention * block.attention_passes,
         0,
     )
-    sends = _sends(question, table, network) * k.exposed_sends
-    experts = _experts(question, table, network) * again * fullest / layers
+    sends = table.v * _sent(question, table, _sends, network) * k.exposed_sends
+    experts = _sent(question, table, _experts, network) * again * fullest / layers
     passes = pace + tensor + context + experts + sends  # of one micro-batch through one stage, there and back
     data, streamed = _data(question, table, network, passes)
     optimizer, moved = _optimizer(question, table)
@@ -98,85 +100,56 @@ def model_flops(question: Question, method: str) -> float:
     return each * question.global_batch * question.seq_len
 
 
-def _tensor(question: Question, table: Table, network: Network) -> np.ndarray:
-    """Of one micro-batch, all layers."""
-    fixed = np.zeros((len(table.grids), 2))
-    linear = np.zeros_like(fixed)
+def _sent(
+    question: Question,
+    table: Table,
+    of_grid: Callable[[Question, Grid, bool, Network], Iterator[tuple]],
+    network: Network,
+) -> np.ndarray:
+    """Seconds that one micro-batch sends, for each row. `of_grid` gives messages of one sequence: (number, bytes, wire)."""
+    values = np.zeros(
+        (len(table.grids), 2, 2)
+    )  # latency of all, seconds for each sequence; without and with split norms
     for index, grid in enumerate(table.grids):
-        tp, cp = grid.tp, grid.cp
-        for split in (False, True) if tp > 1 else ():
-            length = question.seq_len // cp
-            if split and length % tp:
+        for split in (0, 1):
+            if split and (grid.tp == 1 or question.seq_len // grid.cp % grid.tp):
                 continue
-            for sent in traffic.tensor_parallel(
-                question.shape,
-                tp=tp,
-                micro_batch_size=1,
-                seq_len=length,
-                element=question.element,
-                sequence_parallel=split,
-            ):
-                wire = network.wire(sent.collective, 1, tp)
-                if sent.every == "micro_batch":
-                    fixed[index, int(split)] += sent.count * wire.latency
-                    linear[index, int(split)] += sent.total_bytes * wire.each
-    split = table.split.astype(int)
-    return fixed[table.grid, split] + linear[table.grid, split] * table.b
+            for count, num_bytes, wire in of_grid(question, grid, bool(split), network):
+                values[index, split] += count * wire.latency, num_bytes * wire.each
+    latency, each = values[table.grid, table.split.astype(int)].T
+    return latency + each * table.b
 
 
-def _context(question: Question, table: Table, network: Network) -> np.ndarray:
-    """Of one micro-batch, all layers."""
-    fixed, linear = np.zeros(len(table.grids)), np.zeros(len(table.grids))
-    for index, grid in enumerate(table.grids):
-        tp, cp = grid.tp, grid.cp
-        for sent in traffic.context_parallel(
-            question.shape, cp=cp, micro_batch_size=1, seq_len=question.seq_len, tp=tp, element=question.element
-        ):
-            wire = network.wire(sent.collective, tp, cp)
-            fixed[index] += sent.count * wire.latency
-            linear[index] += sent.total_bytes * wire.each
-    return fixed[table.grid] + linear[table.grid] * table.b
+def _tensor(question: Question, grid: Grid, split: bool, network: Network) -> Iterator[tuple]:
+    """All layers."""
+    length = question.seq_len // grid.cp
+    asked = {"element": question.element, "sequence_parallel": split}
+    for sent in traffic.tensor_parallel(question.shape, tp=grid.tp, micro_batch_size=1, seq_len=length, **asked):
+        if sent.every == "micro_batch":
+            yield sent.count, sent.total_bytes, network.wire(sent.collective, 1, grid.tp)
 
 
-def _experts(question: Question, table: Table, network: Network) -> np.ndarray:
-    """Of one micro-batch, all layers: tokens to their experts and back, and their gradients the same way."""
+def _context(question: Question, grid: Grid, split: bool, network: Network) -> Iterator[tuple]:
+    """All layers."""
+    asked = {"seq_len": question.seq_len, "tp": grid.tp, "element": question.element}
+    for sent in traffic.context_parallel(question.shape, cp=grid.cp, micro_batch_size=1, **asked):
+        yield sent.count, sent.total_bytes, network.wire(sent.collective, grid.tp, grid.cp)
+
+
+def _experts(question: Question, grid: Grid, split: bool, network: Network) -> Iterator[tuple]:
+    """All layers: tokens to their experts and back, and their gradients the same way."""
     e = question.shape.experts
-    if e is None:
-        return np.zeros(len(table))
-    layers = question.shape.layers - len(e.dense)
-    row = (e.rows or e.active) * question.shape.hidden * question.element  # bytes of a token's copies
-    fixed, each = np.zeros(len(table.grids)), np.zeros(len(table.grids))
-    for index, grid in enumerate(table.grids):
-        wire = all_to_all(network, grid.tp * grid.cp, grid.ep)
-        tokens = question.seq_len / grid.cp
-        fixed[index], each[index] = 4 * layers * wire.latency, 4 * layers * tokens * row * wire.each
-    return fixed[table.grid] + each[table.grid] * table.b
+    if e is not None:
+        row = (e.rows or e.active) * question.shape.hidden * question.element  # bytes of a token's copies
+        sends = 4 * (question.shape.layers - len(e.dense))
+        yield sends, sends * row * question.seq_len / grid.cp, all_to_all(network, grid.tp * grid.cp, grid.ep)
 
 
-def _sends(question: Question, table: Table, network: Network) -> np.ndarray:
-    """Of one micro-batch, what a stage in the middle sends: forward and backward for each of its chunks."""
-    fixed, linear = np.zeros(len(table.grids)), np.zeros((len(table.grids), 2))
-    for index, grid in enumerate(table.grids):
-        tp, pp, cp = grid.tp, grid.pp, grid.cp
-        if pp == 1:
-            continue
-        wire = network.wire("send", tp * cp * grid.dp, pp)
-        for split in (False, True):
-            if split and question.seq_len // cp % tp:
-                continue
-            sent = traffic.pipeline(
-                question.shape,
-                pp=pp,
-                micro_batch_size=1,
-                seq_len=question.seq_len,
-                tp=tp,
-                cp=cp,
-                element=question.element,
-                sequence_parallel=split,
-            )[0]
-            fixed[index] = 2 * wire.latency
-            linear[index, int(split)] = 2 * sent.num_bytes * wire.each
-    return table.v * (fixed[table.grid] + linear[table.grid, table.split.astype(int)] * table.b)
+def _sends(question: Question, grid: Grid, split: bool, network: Network) -> Iterator[tuple]:
+    """What a stage in the middle sends for one of its chunks: forward and backward."""
+    asked = {"seq_len": question.seq_len, "element": question.element, "sequence_parallel": split}
+    for sent in traffic.pipeline(question.shape, pp=grid.pp, micro_batch_size=1, tp=grid.tp, cp=grid.cp, **asked):
+        yield 2, 2 * sent.num_bytes, network.wire("send", grid.tp * grid.cp * grid.dp, grid.pp)
 
 
 def _data(question: Question, table: Table, network: Network, passes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -209,8 +182,8 @@ def _data(question: Question, table: Table, network: Network, passes: np.ndarray
                     sharded = "weights" in STRATEGIES[way.strategy].shards
                     each = (held * weight if sharded else trained * weight) if gathers else trained * gradient
                     seconds = wire.seconds(sent.count * (units if sharded else 1), sent.count * each * here[index])
-                    # course_lib.memory counts fsdp's gradients as whole until the last micro-batch
-                    if sent.every == "micro_batch" and not (way.strategy == "fsdp" and not gathers):
+                    # under a pipeline fsdp's gradients are whole until the last micro-batch
+                    if sent.every == "micro_batch" and not (way.strategy == "fsdp" and not gathers and pp > 1):
                         often[index, number, full] += seconds
                     elif full == 0 and gathers:
                         late[index, number] += seconds

@@ -52,7 +52,8 @@ def run_settings(question: Question, chosen: Settings) -> RunSettings:
         sequence_parallel=chosen.sequence_parallel,
         micro_batch_size=chosen.micro_batch_size,
         seq_len=question.seq_len,
-        num_microbatches=1 if chosen.strategy=='fsdp' and chosen.pp==1 else chosen.num_microbatches,
+        num_microbatches=chosen.num_microbatches,
+        reduce_each_micro_batch=chosen.strategy == "fsdp" and chosen.pp == 1,
         virtual_stages=chosen.virtual_stages,
     )
 

@@ -64,12 +64,13 @@ def check_settings(
     offload: str = "none",
     precision: str | None = None,
     attention: str = "flash",
+    headroom: float = 0.0,
     **variant: Any,
 ) -> Verdict:
     """Check a configuration before it waits in a queue.
 
     Args:
-        model, cluster, global_batch, seq_len, precision, attention: as of `plan`.
+        model, cluster, global_batch, seq_len, precision, attention, headroom: as of `plan`.
         strategy, method, dp, tp, pp, cp, offload: the configuration.
         variant: micro_batch_size, virtual_stages, activation_checkpointing, sequence_parallel where they are given; what
             is not is chosen.
@@ -90,6 +91,8 @@ def check_settings(
         offload=(offload,),
         precision=precision,
         attention=attention,
+        optimizers="adamw",
+        headroom=headroom,
     )
     grid, gpus = Grid(dp=dp, tp=tp, pp=pp, cp=cp), asked.machines.gpus
     faults = _faults(asked, grid)
@@ -117,6 +120,7 @@ def _other_ways(asked: Question) -> tuple[Plan, ...]:
             methods=asked.methods,
             precision=asked.precision,
             attention=asked.attention,
+            headroom=asked.headroom,
             keep=OTHERS,
         )
     except NoPlan:

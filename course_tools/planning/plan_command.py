@@ -17,13 +17,12 @@ from course_lib.memory.presets import written_shape
 from course_lib.units import GIB
 from course_lib.validation import pick
 from course_tools.command_line import PROBLEM_FOUND, SUCCESS, ArgumentParser, print_json, reports_errors
-from course_tools.planning import Answer, NoPlan, Plan, Settings, plan
+from course_tools.planning import NINE_OF_TEN_WITHIN, Answer, NoPlan, Plan, Settings, plan
 from course_tools.planning.answer import words
 from course_tools.planning.files import TARGETS, targets_of, why_not, write
 from course_tools.planning.files.facts import seconds
 from course_tools.planning.machines import machines
 from course_tools.planning.question import HEADROOM
-from course_tools.planning.search import ALIKE
 
 AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)([kmbt]?)", re.IGNORECASE)
 THOUSANDS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -151,7 +150,8 @@ def table(answer: Answer) -> str:
             lines += [_styled(f"{'':{widths[0]}}  limited by {one.limit}", DIM)]
     lines += [
         "",
-        f"Within {ALIKE:.0%}, the error of these times, the simplest plan comes first; {HEADROOM:.0%} of a card stays free.",
+        f"Steps within a third of the fastest are alike, and the simplest comes first: nine of ten published ones are "
+        f"predicted within {NINE_OF_TEN_WITHIN:.0%}. {HEADROOM:.0%} of a card stays free.",
     ]
     if answer.refused:
         lines += ["", "did not fit", *(f"  {one.sentence}" for one in answer.refused)]

@@ -27,8 +27,9 @@ def plan(
 ) -> Answer:
     """The best ways to train that fit, and the first things that do not.
 
-    Best of a method is the fastest; of those within a tenth of it, which is the planner's own error, the simplest: one
-    process before DDP, then ZeRO and FSDP, tensor, context and pipeline parallelism, the host last.
+    Best of a method is the simplest of those whose steps are within a third of the fastest (`search.ALIKE`): one process
+    before DDP, then ZeRO and FSDP, tensor, context and pipeline parallelism. 8-bit states and offload are for what does
+    not fit without.
 
     Args:
         model: a preset's name, a Shape, a mapping of widths, a transformers configuration.

@@ -22,6 +22,7 @@ from course_lib.validation import check_counts, pick, positive
 from course_tools.planning.constants import CONSTANTS, Constants
 from course_tools.planning.machines import Machines, machines
 
+SHARING = (*STRATEGIES, "hsdp")  # with FSDP within groups of ranks, each of which has a copy of the model
 SEARCHED_OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit")  # the others train differently: they must be asked for
 FINE_TUNING = 65_536  # tokens a step: 128 sequences of 512 trained Alpaca, 128 of up to 4,096 Tulu 3 (arXiv:2411.15124)
 HEADROOM = 0.06  # of a card, for what no formula knows
@@ -37,7 +38,7 @@ class Question:
     global_batch: int
     seq_len: int
     methods: tuple[str, ...] = tuple(METHODS)
-    strategies: tuple[str, ...] = tuple(STRATEGIES)
+    strategies: tuple[str, ...] = SHARING
     activation_checkpointing: tuple[str, ...] = ACTIVATION_CHECKPOINTING
     offload: tuple[str, ...] = OFFLOADS
     optimizers: tuple[str, ...] = SEARCHED_OPTIMIZERS
@@ -67,7 +68,7 @@ class Question:
 
 SEVERAL = {
     "methods": tuple(METHODS),
-    "strategies": tuple(STRATEGIES),
+    "strategies": SHARING,
     "activation_checkpointing": ACTIVATION_CHECKPOINTING,
     "offload": OFFLOADS,
     "optimizers": OPTIMIZERS,
@@ -126,9 +127,10 @@ def chosen_batch(shape: Shape, gpus: int, seq_len: int, pretraining: bool) -> tu
     else:
         batch = gpus * 2 ** max(round(math.log2(wanted / gpus)), 0)
     kind = f"pretraining {shape.parameters / 1e9:,.3g} billion parameters" if pretraining else "fine-tuning"
+    usual = f"{budget / 1e6:,.2g} million" if pretraining else f"{budget:,}"
     return (
         batch,
-        f"chosen: about {budget / 1e6:,.2g} million tokens for {kind}, in a number that the GPUs share out evenly",
+        f"chosen: {batch * seq_len:,} tokens that the GPUs share out evenly; usual for {kind} are about {usual}",
     )
 
 

@@ -20,7 +20,7 @@ MOST_GPUS = 65_536
 
 
 def refusals(found: Search) -> list[Refusal]:
-    """Of each method, strategy and offload the fastest grid of which no variant fits; the first three of those."""
+    """Of each method and strategy the fastest grid of which no variant fits; the first three of those."""
     table, room = found.table, found.asked.room
     kinds = table.way * len(table.grids) + table.grid
     may = np.zeros(len(table.ways) * len(table.grids), dtype=bool)
@@ -29,13 +29,13 @@ def refusals(found: Search) -> list[Refusal]:
         if need.fits(found.asked):
             may[kinds[row]] = True
     made: list[Refusal] = []
-    seen: set[int] = set()
+    seen: set[tuple] = set()
     for row in found.order.tolist():
-        way = int(table.way[row])
-        if way in seen or may[kinds[row]]:
+        way = table.ways[table.way[row]]
+        if way.family in seen or may[kinds[row]]:
             continue
         frugal = int(found.frugal[np.argmax(kinds[found.frugal] == kinds[row])])
-        seen.add(way)
+        seen.add(way.family)
         made.append(refusal(found.asked, table.settings(frugal, found.asked.precision), found.needs(frugal)))
         if len(made) == FIRST:
             break
@@ -90,8 +90,10 @@ def nothing_fits(found: Search) -> NoPlan:
 
 
 def what_would(asked: Question) -> tuple[str, ...]:
-    """QLoRA or offload where they were left out, more cards, a larger card: each is searched."""
+    """A loss that keeps no logits, QLoRA or offload where they were left out, more cards, a larger card: each is searched."""
     found = []
+    if asked.loss == "eager" and _fits(replace(asked, loss="fused")):
+        found.append("a loss that keeps no logits (loss='fused')")
     if "qlora" not in asked.methods and _fits(replace(asked, methods=("qlora",))):
         found.append("QLoRA")
     elif asked.methods == ("full",) and _fits(replace(asked, methods=("lora",))):

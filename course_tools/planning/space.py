@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from functools import lru_cache
@@ -61,22 +62,31 @@ def ways(question: Question) -> list[Way]:
     """What some program runs together; ranks on a CPU have nothing to offload, and no 8-bit optimizer.
 
     Adapters have few states: theirs are stepped by the first optimizer that is asked for.
+
+    Raises:
+        ValueError: nothing of what is asked for goes together; the reason for the first combination.
     """
-    cpu = question.machines.cpu
-    offloads = [offload for offload in question.offload if offload == "none" or not cpu]
+    cpu, nodes = question.machines.cpu, question.machines.nodes
+    found, reasons = [], []
     optimizers = [name for name in question.optimizers if "8bit" not in name or not cpu] or ["adamw"]
-    shards = [0, *divisors(question.machines.per_node)[1:]] if question.machines.nodes > 1 else [0]
-    return [
-        Way(method, strategy, offload, optimizer, shard)
-        for method in question.methods
-        for strategy in question.strategies
-        for offload in offloads
-        for optimizer in (optimizers if method == "full" else optimizers[:1])
-        for shard in shards
-        if not why_not(method=method, strategy=strategy, offload=offload, optimizer=optimizer)
-        and not (shard and (strategy, offload, optimizer) != ("fsdp", "none", "adamw"))
-        and not (optimizer.startswith("paged") and strategy != "single")
-    ]
+    for method, strategy, offload in itertools.product(question.methods, question.strategies, question.offload):
+        if cpu and offload != "none":
+            reasons.append("Ranks on a CPU have nothing to offload: take offload='none'.")
+            continue
+        groups = divisors(question.machines.per_node)[1:] if strategy == "hsdp" else [0]
+        if strategy == "hsdp" and (nodes == 1 or offload != "none"):
+            reasons.append("hsdp has a copy of the model on each of several machines, and offloads nothing: take fsdp.")
+            continue
+        name = "fsdp" if strategy == "hsdp" else strategy
+        for optimizer in optimizers if method == "full" else optimizers[:1]:
+            reason = why_not(method=method, strategy=name, offload=offload, optimizer=optimizer)
+            if not reason and optimizer.startswith("paged") and strategy != "single":
+                reason = "Paged states are planned on one GPU alone: take adamw8bit."
+            reasons += [reason] if reason else []
+            found += [Way(method, name, offload, optimizer, group) for group in groups if not reason]
+    if not found:
+        raise ValueError(reasons[0])
+    return found
 
 
 def way_fault(way: Way, grid: Grid) -> str:
@@ -126,11 +136,11 @@ def table(question: Question, only: list[Grid] | None = None) -> Table:
             f"data-parallel ranks divides both; take a global_batch that is a multiple of {question.machines.gpus:,}."
         )
     kept = np.array([i for i, name in enumerate(ACTIVATION_CHECKPOINTING) if name in question.activation_checkpointing])
-    fitting: dict[tuple[bool, ...], np.ndarray] = {}
+    fitting: dict[tuple, np.ndarray] = {}
     columns: list[np.ndarray] = []
     for index, grid in enumerate(all_grids):
         tp, pp = grid.tp, grid.pp
-        key = (grid.dp * grid.cp == 1, tp > 1, pp > 1, grid.cp > 1, grid.ep > 1)
+        key = (grid.dp * grid.cp, tp > 1, pp > 1, grid.cp > 1, grid.ep > 1)
         if key not in fitting:
             fitting[key] = np.array([i for i, way in enumerate(all_ways) if not way_fault(way, grid)], dtype=int)
         splits = (0, 1) if question.sequence_parallel and tp > 1 and (question.seq_len // grid.cp) % tp == 0 else (0,)
@@ -144,9 +154,7 @@ def table(question: Question, only: list[Grid] | None = None) -> Table:
     rows = np.concatenate(columns, axis=1)
     grid, way, b, m, v, kept_row, split = rows
     if not len(way):
-        raise ValueError(
-            "None of the strategies asked for runs on these GPUs: 'single' is for one GPU, the others for several."
-        )
+        raise ValueError(next(filter(None, (way_fault(one, all_grids[0]) for one in all_ways))))
     return Table(all_ways, all_grids, way, grid, b, m, v, kept_row, split.astype(bool))
 
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from course_tools.planning.files.facts import (
-    about,
-    block_class,
-    layout,
-    refuse_axes,
-    yaml,
-    zero_stage,
-)
+from course_lib.memory.architectures import block_class
+from course_tools.planning.files.facts import about, layout, refuse_axes, yaml, zero_stage
 
 if TYPE_CHECKING:
     from course_tools.planning import Plan
 
 FILE = "accelerate.yaml"
-PORT = 29500
+# On CPU ranks too MULTI_GPU: MULTI_CPU starts one process and says nothing
+KINDS = {"single": "NO", "ddp": "MULTI_GPU", "fsdp": "FSDP"}
 
 
 def files(plan: Plan, base_model: str | None) -> dict[str, str]:
@@ -26,54 +21,53 @@ def files(plan: Plan, base_model: str | None) -> dict[str, str]:
     nodes, _ = layout(plan)
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": kind(plan),
+        "distributed_type": KINDS.get(plan.strategy, "DEEPSPEED"),
         "num_machines": nodes,
         "num_processes": plan.gpus,  # of all machines together
         "mixed_precision": plan.precision.removesuffix("-mixed") if plan.precision.endswith("-mixed") else "no",
     }
+    start = f"Start: accelerate launch --config_file {FILE} script.py"
     if nodes > 1:
-        values |= {
-            "machine_rank": 0,
-            "main_process_ip": "FIRST_MACHINE",
-            "main_process_port": PORT,
-            "rdzv_backend": "c10d",
-        }
+        first = {"machine_rank": 0, "main_process_ip": "FIRST_MACHINE", "main_process_port": 29500}
+        values |= first | {"rdzv_backend": "c10d"}
+        own = "--machine_rank N --main_process_ip FIRST_MACHINE"
+        start = f"On machine 0 to {nodes - 1}: accelerate launch --config_file {FILE} {own} script.py"
     if zero_stage(plan):
         values["deepspeed_config"] = _deepspeed(plan, nodes)
     if plan.strategy == "fsdp":
-        values["fsdp_config"] = fsdp_config(plan)
-    start = f"Start: accelerate launch --config_file {FILE} script.py"
-    if nodes > 1:
-        start = f"On machine 0 to {nodes - 1}: accelerate launch --config_file {FILE} --machine_rank N --main_process_ip FIRST_MACHINE script.py"
-    return {FILE: yaml(values, [*about(plan), *script(plan), start])}
+        values["fsdp_config"] = _fsdp(plan)
+    if plan.copies > 1:
+        sizes = {"dp_replicate_size": plan.copies, "dp_shard_size": plan.dp // plan.copies}
+        values["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
+    return {FILE: yaml(values, [*about(plan), *_script(plan), start])}
 
 
-def kind(plan: Plan) -> str:
-    """Accelerate's distributed_type. On CPU ranks too MULTI_GPU: MULTI_CPU starts one process and says nothing."""
-    if zero_stage(plan):
-        return "DEEPSPEED"
-    return {"fsdp": "FSDP", "ddp": "MULTI_GPU", "single": "NO"}[plan.strategy]
-
-
-def script(plan: Plan) -> list[str]:
+def _script(plan: Plan) -> list[str]:
     """What the training script itself has to say."""
-    lines = [
-        f"In the script: batch_size={plan.micro_batch_size}, Accelerator(gradient_accumulation_steps={plan.num_microbatches})"
-    ]
-    if plan.activation_checkpointing != "none" and not (
-        plan.strategy == "fsdp" and plan.activation_checkpointing == "full"
-    ):
-        lines.append(
-            f"In the script, too: course_lib.training.activation_checkpointing.set_checkpointing(model, {plan.activation_checkpointing!r})"
-        )
+    fsdp, checkpointing = plan.strategy == "fsdp", plan.activation_checkpointing
+    accumulation = f"gradient_accumulation_steps={plan.num_microbatches}"
+    if fsdp and plan.num_microbatches > 1:  # else the gradients stay whole until the last micro-batch
+        plugin = f"GradientAccumulationPlugin(num_steps={plan.num_microbatches}, sync_each_batch=True)"
+        accumulation = f"gradient_accumulation_plugin={plugin}"
+    besides = []
+    if checkpointing != "none" and not (fsdp and checkpointing == "full"):
+        program = "course_lib.training.activation_checkpointing.set_checkpointing"
+        besides.append(f"{program}(model, {checkpointing!r})")
     if plan.method != "full":
-        lines.append(f"In the script, too: the model with its {plan.method} adapters")
-    return lines
+        besides.append(f"the model with its {plan.method} adapters")
+    if plan.optimizer != "adamw":
+        by_torchao = " by torchao" if fsdp and plan.optimizer == "adamw8bit" else ""
+        besides.append(f"the optimizer {plan.optimizer}{by_torchao}")
+    if plan.loss != "eager":
+        besides.append(f"the {plan.loss} loss")
+    first = f"In the script: batch_size={plan.micro_batch_size}, Accelerator({accumulation})"
+    return [first, *(f"In the script, too: {each}" for each in besides)]
 
 
-def fsdp_config(plan: Plan) -> dict[str, Any]:
+def _fsdp(plan: Plan) -> dict[str, Any]:
     """The section fsdp_config, in the launcher's own words."""
-    wrap = {"fsdp_transformer_layer_cls_to_wrap": block_class(plan)} if block_class(plan) else {}
+    block = block_class(plan.model.kind)
+    wrap = {"fsdp_transformer_layer_cls_to_wrap": block} if block else {}
     return {
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

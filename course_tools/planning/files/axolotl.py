@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from course_lib.choices import METHODS
+from course_lib.memory.architectures import block_class
 from course_tools.planning.files import deepspeed
 from course_tools.planning.files.facts import (
     Refused,
     about,
-    block_class,
-    hub_id,
     layout,
-    model_name,
+    model_source,
     refuse_axes,
+    refuse_choice,
     yaml,
     zero_stage,
 )
@@ -24,12 +24,16 @@ if TYPE_CHECKING:
 FILE = "axolotl.yml"
 LORA = {"lora_alpha": 32, "lora_dropout": 0.0, "lora_target_linear": True}
 KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
-KEPT = [
-    "attention",
-    "aten::mm",
-    "aten::addmm",
-    "bitsandbytes::gemm_4bit",
-]  # as course_lib.training.activation_checkpointing
+# as course_lib.training.activation_checkpointing
+KEPT = ["attention", "aten::mm", "aten::addmm", "bitsandbytes::gemm_4bit"]
+OPTIMIZERS = {
+    "adamw": "adamw_torch_fused",
+    "adamw8bit": "adamw_bnb_8bit",
+    "paged_adamw8bit": "paged_adamw_8bit",
+    "sgd": "sgd",
+}
+LOSSES = {"eager": "", "chunked": "chunked_cross_entropy", "fused": "liger_fused_linear_cross_entropy"}
+LIGER = "axolotl.integrations.liger.LigerPlugin"
 YOURS = "Yours to replace: datasets, learning_rate, num_epochs, output_dir; the plan says nothing of them."
 
 
@@ -53,13 +57,21 @@ def files(plan: Plan, base_model: str | None) -> dict[str, str]:
 
 def values(plan: Plan, base_model: str | None = None) -> dict[str, Any]:
     """The YAML's keys. Raises Refused as `files`, the check left out."""
-    _check(plan)
-    name = base_model or hub_id(plan)
-    if name is None:
+    refuse_axes(plan, "Axolotl", "pp")
+    refuse_axes(plan, "Axolotl without ring-flash-attn, which needs GPUs,", "cp")
+    if plan.tp > 1 and plan.method != "full":
         raise Refused(
-            f"Axolotl loads a model by its name on the hub or from a folder, and {model_name(plan)} has neither (give "
-            "base_model=)"
+            f"Axolotl trains no {METHODS[plan.method]} under tensor parallelism, and the plan has tp={plan.tp}"
         )
+    if plan.tp > 1 and (zero_stage(plan) or (plan.dp > 1 and plan.strategy != "fsdp")):
+        raise Refused(f"Beside tensor parallelism Axolotl shards the data ranks by FSDP2, not by {plan.strategy!r}")
+    refuse_choice(plan, "Axolotl", "optimizer", *OPTIMIZERS)
+    refuse_choice(plan, "Axolotl", "loss", *LOSSES)
+    if plan.loss == "fused" and (plan.tp > 1 or plan.machines.cpu):
+        raise Refused("Liger's fused loss, which Axolotl takes, needs GPUs and goes with no tensor parallelism")
+    name = model_source(plan, base_model, "Axolotl loads a model by its name")
+    fsdp = plan.strategy == "fsdp" and plan.dp > 1
+    sharded = fsdp or plan.tp > 1
     found: dict[str, Any] = {
         "base_model": name,
         "datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca"}],
@@ -70,7 +82,8 @@ def values(plan: Plan, base_model: str | None = None) -> dict[str, Any]:
         "micro_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.num_microbatches,
         "num_epochs": 1,
-        "optimizer": "adamw_torch_fused",
+        # torchao's steps the DTensors of sharded weights, bitsandbytes' does not
+        "optimizer": "adamw_torch_8bit" if sharded and plan.optimizer == "adamw8bit" else OPTIMIZERS[plan.optimizer],
         "learning_rate": 0.00002 if plan.method == "full" else 0.0002,
         "lr_scheduler": "cosine",
         "bf16": plan.precision.startswith("bf16"),
@@ -90,27 +103,19 @@ def values(plan: Plan, base_model: str | None = None) -> dict[str, Any]:
         found["tensor_parallel_size"] = plan.tp
     if zero_stage(plan):
         found["deepspeed"] = _deepspeed(plan)
-    elif (
-        plan.strategy == "fsdp" and plan.dp > 1 and plan.tp == 1
-    ):  # beside tensor parallelism transformers shards itself
+    elif fsdp and plan.tp == 1:  # beside tensor parallelism transformers shards itself
         found |= {"fsdp_version": 2, "fsdp_config": _fsdp(plan)}
-    if plan.machines.cpu:
-        found["plugins"] = ["course_tools.axolotl.cpu_ranks.CPURanks"]  # without it no CPU rank shards anything
-    return found | {"output_dir": f"runs/{model_name(plan)}-{plan.method}-{plan.strategy}".replace(" ", "-")}
-
-
-def _check(plan: Plan) -> None:
-    refuse_axes(plan, "Axolotl", "pp")
-    refuse_axes(plan, "Axolotl without ring-flash-attn, which needs GPUs,", "cp")
-    if plan.tp > 1 and plan.method != "full":
-        raise Refused(
-            f"Axolotl trains no {METHODS[plan.method]} under tensor parallelism, and the plan has tp={plan.tp}"
-        )
-    if plan.tp > 1 and (zero_stage(plan) or (plan.dp > 1 and plan.strategy != "fsdp")):
-        raise Refused(
-            "Beside tensor parallelism Axolotl shards the data ranks by FSDP2, and the plan's strategy is "
-            f"{plan.strategy!r}"
-        )
+        if plan.copies > 1:
+            found |= {"dp_replicate_size": plan.copies, "dp_shard_size": plan.dp // plan.copies}
+    if fsdp and plan.num_microbatches > 1:  # else gradients stay whole until the last micro-batch
+        found["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    plugins = ["course_tools.axolotl.cpu_ranks.CPURanks"] * plan.machines.cpu  # without it no CPU rank shards anything
+    if plan.loss != "eager":
+        found[LOSSES[plan.loss]] = True
+        plugins += [LIGER] * (plan.loss == "fused")
+    if plugins:
+        found["plugins"] = plugins
+    return found | {"output_dir": f"runs/{plan.model.name}-{plan.method}-{plan.strategy}".replace(" ", "-")}
 
 
 def _deepspeed(plan: Plan) -> dict[str, Any]:
@@ -125,7 +130,8 @@ def _deepspeed(plan: Plan) -> dict[str, Any]:
 
 def _fsdp(plan: Plan) -> dict[str, Any]:
     """The section fsdp_config, in Axolotl's own words."""
-    wrap = {"transformer_layer_cls_to_wrap": block_class(plan)} if block_class(plan) else {}
+    block = block_class(plan.model.kind)
+    wrap = {"transformer_layer_cls_to_wrap": block} if block else {}
     return {
         "reshard_after_forward": True,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from course_lib.memory.sharded import BUCKET_ELEMENTS
-from course_tools.planning.files.facts import Refused, refuse_axes, zero_stage
+from course_tools.planning.files.facts import Refused, refuse_axes, refuse_choice, zero_stage
 
 if TYPE_CHECKING:
     from course_tools.planning import Plan
@@ -15,13 +15,19 @@ FILE = "ds_config.json"
 
 
 def files(plan: Plan, base_model: str | None) -> dict[str, str]:
-    """``ds_config.json`` without an optimizer: the program brings its own, with its learning rate."""
+    """``ds_config.json`` without an optimizer: the program brings its own AdamW, with its learning rate, and its loss."""
+    refuse_choice(plan, "DeepSpeed's configuration", "optimizer", "adamw")
+    refuse_choice(plan, "DeepSpeed's configuration", "loss", "eager")
     return {FILE: json.dumps(config(plan), indent=2) + "\n"}
 
 
 def config(plan: Plan) -> dict[str, Any]:
-    """DeepSpeed's configuration of the plan. Raises ValueError as `files`."""
-    check(plan)
+    """DeepSpeed's configuration of the plan, also for a program that has more to say. Raises Refused."""
+    refuse_axes(plan, "DeepSpeed's ZeRO configuration", "tp", "pp", "cp")
+    if not zero_stage(plan):
+        raise Refused(
+            f"DeepSpeed's configuration speaks of ZeRO's stages 1 to 3, and the plan's strategy is {plan.strategy!r}"
+        )
     data: dict[str, Any] = {
         "train_batch_size": plan.global_batch,
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
@@ -35,15 +41,6 @@ def config(plan: Plan) -> dict[str, Any]:
         if plan.precision.startswith(kind):
             data[kind] = {"enabled": True}
     return data
-
-
-def check(plan: Plan) -> None:
-    """Raises Refused where DeepSpeed's configuration does not reach."""
-    refuse_axes(plan, "DeepSpeed's ZeRO configuration", "tp", "pp", "cp")
-    if not zero_stage(plan):
-        raise Refused(
-            f"DeepSpeed's configuration speaks of ZeRO's stages 1 to 3, and the plan's strategy is {plan.strategy!r}"
-        )
 
 
 def zero(plan: Plan) -> dict[str, Any]:

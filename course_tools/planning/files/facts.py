@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from course_lib.choices import AXIS_NAMES, STRATEGIES, why_not
-from course_lib.memory import architectures
 from course_lib.memory.presets import HUB_NAMES
 from course_lib.units import GIB
 
@@ -14,19 +13,18 @@ if TYPE_CHECKING:
     from course_tools.planning import Plan
 
 
-def model_name(plan: Plan) -> str:
-    """The model as the planner names it."""
-    return plan.model.name
+class Refused(ValueError):
+    """Why a target cannot express a plan: a clause without a full stop, to which `files` adds what can."""
 
 
-def hub_id(plan: Plan) -> str | None:
-    """Where the model's weights lie on the hub; None for widths that are nobody's."""
-    return next(iter(HUB_NAMES.get(model_name(plan), ())), None)
-
-
-def block_class(plan: Plan) -> str | None:
-    """The transformers class of the model's blocks, the unit that FSDP gathers; None for widths that are nobody's."""
-    return architectures.block_class(plan.model.kind)
+def model_source(plan: Plan, base_model: str | None, what: str) -> str:
+    """The folder or the name on the hub that the model is read from. Raises Refused for widths that are nobody's."""
+    name = base_model or next(iter(HUB_NAMES.get(plan.model.name, ())), None)
+    if name is None:
+        raise Refused(
+            f"{what}, from the hub or a folder, and {plan.model.name} is in neither (give base_model=, --base-model)"
+        )
+    return name
 
 
 def layout(plan: Plan) -> tuple[int, int]:
@@ -45,10 +43,6 @@ def layout(plan: Plan) -> tuple[int, int]:
     return wanted // per_node, per_node
 
 
-class Refused(ValueError):
-    """Why a target cannot express a plan: a clause without a full stop, to which `writing` adds what can."""
-
-
 def refuse_axes(plan: Plan, what: str, *axes: str) -> None:
     """Raises Refused for a plan that uses one of `axes`, which `what` cannot express."""
     for axis in axes:
@@ -58,14 +52,20 @@ def refuse_axes(plan: Plan, what: str, *axes: str) -> None:
             )
 
 
+def refuse_choice(plan: Plan, what: str, name: str, *able: Any) -> None:
+    """Raises Refused for a plan whose `name` is none of those that `what` can express."""
+    if getattr(plan, name) not in able:
+        raise Refused(f"{what} does not do the plan's {name}={getattr(plan, name)!r}")
+
+
 def refuse_combination(plan: Plan) -> None:
     """Raises Refused for a plan that no program runs, whatever the target."""
-    ranks = plan.dp * plan.cp
-    reason = why_not(
-        method=plan.method, strategy=plan.strategy, offload=plan.offload, ranks=ranks, tp=plan.tp, pp=plan.pp
-    )
+    names = ("method", "optimizer", "strategy", "offload", "tp", "pp")
+    reason = why_not(**{name: getattr(plan, name) for name in names}, ranks=plan.dp * plan.cp)
     if reason:
         raise Refused(reason.removesuffix("."))
+    if plan.ep > 1:
+        raise Refused(f"No target here writes expert parallelism, and the plan has ep={plan.ep}")
 
 
 def zero_stage(plan: Plan) -> int:
@@ -75,9 +75,10 @@ def zero_stage(plan: Plan) -> int:
 
 def about(plan: Plan) -> list[str]:
     """The plan in a few lines, for the top of a file."""
+    some = "" if plan.gpus == plan.machines.gpus else f"{plan.gpus} of "
     return [
-        f"Plan: {model_name(plan)}, {plan}, {plan.precision}",
-        f"On {'' if plan.gpus == plan.machines.gpus else f'{plan.gpus} of '}{plan.machines}; a step is {plan.global_batch} sequences of {plan.seq_len} tokens "
+        f"Plan: {plan.model.name}, {plan}, {plan.precision}",
+        f"On {some}{plan.machines}; a step is {plan.global_batch} sequences of {plan.seq_len} tokens "
         f"({plan.micro_batch_size} x {plan.num_microbatches} micro-batches x {plan.dp} data ranks)",
         f"Predicted: {plan.memory_bytes / GIB:.1f} GiB a GPU, {seconds(plan.step_seconds)} a step; most of the wait: "
         f"{plan.limit}",
@@ -89,11 +90,6 @@ def seconds(value: float) -> str:
     if not math.isfinite(value):
         return "unknown time"
     return f"{value:,.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
-
-
-def comment(lines: list[str]) -> str:
-    """The lines as a comment of a shell script or YAML."""
-    return "".join(f"# {line}\n" for line in lines)
 
 
 def yaml(values: dict[str, Any], lines: list[str]) -> str:
