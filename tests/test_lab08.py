@@ -23,8 +23,9 @@ def test_each_task_has_several_good_plans_and_the_planners_own_is_none() -> None
         assert best.days <= task.time
         theirs, _, first = planning.planners(task)
         assert theirs > planning.FACTOR * least and first.days < best.days
-        rented = [task.offers[offer].rent(count, 1 - planning.HEADROOM) for count in (best.machines.nodes, 4)]
-        plans = [each for on in rented for each in planning.plan(task.model, on, **task.asked, keep=10).plans]
+        rented = [task.offers[offer].rent(count) for count in (best.machines.nodes, 4)]
+        asked = {**task.asked, "headroom": planning.HEADROOM, "keep": 10}
+        plans = [each for on in rented for each in planning.plan(task.model, on, **asked).plans]
         costs = [task.dollars(each, offer) for each in plans if each.machines.nodes <= task.offers[offer].most]
         assert sum(cost <= planning.FACTOR * least for cost in costs) >= 2, f"{task.name}: one plan and no other"
         answers.add((offer, best.strategy, best.pp > 1))

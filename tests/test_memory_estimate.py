@@ -164,6 +164,7 @@ REFUSED = [
     (LLAMA, {"offload": "optimizer", "strategy": "fsdp", "ranks": 2}, "FSDP2"),
     (LLAMA, {"offload": "all", "strategy": "fsdp", "ranks": 2, "optimizer": "adamw8bit"}, "adamw8bit"),
     (LLAMA, {"method": "qlora", "tensor_parallel": 2}, "tp=2"),
+    (LLAMA, {"reduce_each_micro_batch": True, "strategy": "zero3", "ranks": 2}, "reduce_each_micro_batch"),
     (LLAMA, {"precision": "nf4"}, "method='qlora'"),
 ]
 

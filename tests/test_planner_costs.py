@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from course_lib.collectives.links import LINKS, Cluster, Link, ring_seconds
-from course_lib.memory import card, shape_of
+from course_lib.memory import card, estimate, shape_of
 from course_lib.memory.compute import multiplied_weights
 from course_lib.memory.estimate import in_flight
 from course_lib.parallel import traffic
 from course_lib.parallel.schedules import ideal_bubble, orders
 from course_lib.parallel.simulate import simulate
-from course_tools.planning import CONSTANTS, Settings, machines
+from course_tools.planning import CONSTANTS, Settings, machines, plan
 from course_tools.planning.network import Network
-from course_tools.planning.question import question
+from course_tools.planning.question import chosen_batch, question
 from course_tools.planning.search import measured
 
 EIGHT = "2x8xa100-80gb"
@@ -110,3 +110,64 @@ def test_what_costs_time_costs_time() -> None:
     for slower, faster in rows:
         times = [measure(asked, **usual | changed).step_seconds for changed in (slower, faster)]
         assert times[0] > times[1], (slower, faster, times)
+
+
+def test_stages_that_differ_by_a_layer_wait_for_the_longer_ones() -> None:
+    asked = asked_of(model="llama-3.1-8b", cluster="4xa100-80gb")  # 32 layers: 8 a rank, in 1, 2, 3 or 4 stages
+    usual = {"strategy": "single", "pp": 4, "num_microbatches": 64, "activation_checkpointing": "full"}
+    bubbles = [measure(asked, **usual, virtual_stages=v).parts["pipeline bubble"] for v in (1, 2, 3, 4)]
+    # the last stages hold the output layer; sends grow with the stages
+    assert bubbles[1] / bubbles[0] == pytest.approx(4 / 8, rel=0.02)
+    assert bubbles[2] / bubbles[0] == pytest.approx(3 / 8, rel=0.02)
+    assert bubbles[3] / bubbles[0] == pytest.approx(2 / 8, rel=0.02)
+
+
+def test_copies_gather_inside_a_machine_and_meet_once_between_machines() -> None:
+    asked = asked_of(machines(EIGHT, outer="ethernet-25", outer_links=1), "llama-3.1-8b", 128)
+    usual = {"strategy": "fsdp", "dp": 16, "num_microbatches": 8, "activation_checkpointing": "full"}
+    whole, copies = measure(asked, **usual), measure(asked, **usual, copies=2)
+    assert copies.parts["data parallelism"] < whole.parts["data parallelism"] / 3
+    settings = {"strategy": "fsdp", "num_microbatches": 8, "activation_checkpointing": "full", "seq_len": 2048}
+    assert copies.memory == estimate("llama-3.1-8b", ranks=8, reduce_each_micro_batch=True, **settings)
+    # two machines, each with a part of 1/8 of the fp32 gradients on each GPU, over one shared network card
+    sent = 4 * shape_of("llama-3.1-8b").parameters / 8 * 2 * (1 / 2)
+    slowest = sent / (LINKS["ethernet-25"].bandwidth * CONSTANTS.outer / 8)
+    hidden = CONSTANTS.overlap * slowest
+    assert copies.parts["data parallelism"] >= slowest - hidden
+    sharing = plan("llama-3.1-8b", "3x6xa100-80gb", seq_len=2048, methods="lora", strategies="hsdp", keep=30).plans
+    assert len(sharing) >= 2
+    assert all(
+        each.copies > 1 and each.dp % each.copies == 0 and each.dp // each.copies * each.tp <= 6 for each in sharing
+    )
+
+
+def test_an_h100_reaches_less_of_its_peak_and_loose_norms_cost_memory_traffic() -> None:
+    a100, h100 = (asked_of(f"2x{name}", batch=256) for name in ("a100-80gb", "h100-80gb"))
+    large = {"dp": 2, "micro_batch_size": 64, "num_microbatches": 2}
+    per_peak = [
+        measure(each, **large).parts["matrix products"] * each.machines.card.peak_flops for each in (a100, h100)
+    ]
+    assert per_peak[0] / per_peak[1] == pytest.approx(CONSTANTS.hopper, rel=0.03)
+    light = [measure(asked_of(compile=fused), dp=16).parts["element-wise layers"] for fused in (False, True)]
+    shape, tokens = shape_of("llama-2-13b"), 2048
+    extra = 3 * CONSTANTS.loose_norms * shape.hidden * 2 * tokens * shape.layers
+    assert light[0] - light[1] == pytest.approx(extra / (card("a100-80gb").bandwidth * CONSTANTS.memory))
+    by_torch = [measure(asked_of(model="gpt3-175b", compile=fused), dp=16) for fused in (False, True)]
+    assert by_torch[0].parts["element-wise layers"] == by_torch[1].parts["element-wise layers"]  # LayerNorm is a kernel
+
+
+def test_a_batch_is_chosen_that_the_gpus_share_out_and_that_suits_the_training() -> None:
+    eight = shape_of("llama-3.1-8b")
+    for gpus in (1, 3, 8, 96, 512):
+        batch, why = chosen_batch(eight, gpus, 2048, pretraining=True)
+        assert batch % gpus == 0 and 0.7e6 < batch * 2048 < 2.9e6, (gpus, batch)
+        assert f"{batch * 2048:,} tokens" in why
+    assert chosen_batch(eight, 8, 2048, pretraining=False)[0] * 2048 == 65_536
+    # more GPUs than sequences: several share one, and still none is left over
+    batch, _ = chosen_batch(shape_of("llama-3.1-405b"), 16_384, 8192, pretraining=True)
+    assert 16_384 % batch == 0 and 2**22 <= batch * 8192 <= 2**25
+    for parameters, tokens in ((125e6, 0.5e6), (175e9, 3.2e6)):  # table 2.1 of GPT-3
+        shape = shape_of(
+            {"layers": 12, "hidden": 768, "heads": 12, "vocab": 50257} if parameters < 1e9 else "gpt3-175b"
+        )
+        assert chosen_batch(shape, 1, 2048, pretraining=True)[0] * 2048 == pytest.approx(tokens, rel=0.5)

@@ -65,7 +65,7 @@ class Task:
 
 
 SMALL = {"A100-40": Offer("8xa100-40gb", 6.00, 4), "H100": Offer("8xh100-80gb", 15.50, 4, SLOW)}
-LARGE = {"H100": Offer("8xh100-80gb", 15.50, 8, SLOW), "A100": Offer("8xa100-80gb", 10.00, 8)}
+LARGE = {"H100": Offer("8xh100-80gb", 15.50, 10, SLOW), "A100": Offer("8xa100-80gb", 10.00, 8)}
 TASKS = (
     Task("all of 8B", "llama-3.1-8b", 128, 8192, 5e9, 1.25, MappingProxyType(SMALL)),
     Task("all of 70B", "llama-3.1-70b", 256, 4096, 2e9, 1.4, MappingProxyType(LARGE)),

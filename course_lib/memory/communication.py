@@ -1,8 +1,9 @@
 """What gradients and communication add to each phase of a step, by the way in which ranks share the model.
 
-Read off DeepSpeed 0.19.8's and PyTorch 2.13's code, and held against the peak of real steps on two ranks (fp32 and bf16,
-micro-batches alone and accumulated): within 5 %, with an offloaded optimizer in bf16 within 8 %. What gloo copies for itself
-on CPU ranks is in neither.
+Read off DeepSpeed 0.19.8's and PyTorch 2.13's code, and held against the peak of real steps on two ranks (fp32, bf16 and,
+under FSDP2, bf16-mixed; micro-batches alone and accumulated): within 5 %, with an offloaded optimizer in bf16 within 8 %.
+What gloo copies for itself on CPU ranks is in neither. Where a CPU adds a bf16 gradient to fp32 sums it makes an fp32 copy
+first; a GPU does not, and it is not counted.
 """
 
 from __future__ import annotations
@@ -50,15 +51,13 @@ class Communication(NamedTuple):
     first_gather: int = 0
 
 
-def communication(
-    run: Run, r: Resident, layers: int, accumulate: bool, tied_here: bool, in_shards: bool = False
-) -> Communication:
-    """`accumulate`: gradients of earlier micro-batches are there, `in_shards`: as fsdp's shards instead; `tied_here`: embedding
-    and head are one matrix."""
+def communication(run: Run, r: Resident, layers: int, earlier: int, accumulate: bool, tied_here: bool) -> Communication:
+    """`earlier`: micro-batches whose gradients are there already; `accumulate`: a new gradient is gone as soon as it is there;
+    `tied_here`: embedding and head are one matrix."""
     waiting = r.embedding_gradient if tied_here else 0
     head = 0 if accumulate else r.outer_gradient - (0 if waiting else r.embedding_gradient)
     if run.strategy == "fsdp":
-        return _fsdp(run, r, layers, accumulate, waiting, head, in_shards)
+        return _fsdp(run, r, layers, earlier, accumulate, waiting, head)
     if run.strategy == "zero3":
         always = r.buckets + r.share + r.outer_copy
         reduced = always - r.outer_copy + r.bucketful  # gradients in the order of their owners, in a copy of the bucket
@@ -104,14 +103,15 @@ def _left(r: Resident) -> float:
     return max(0.0, 1 - r.bucketful / r.whole) if r.whole else 0.0
 
 
-def _fsdp(
-    run: Run, r: Resident, layers: int, accumulate: bool, waiting: int, head: int, in_shards: bool
-) -> Communication:
+def _fsdp(run: Run, r: Resident, layers: int, earlier: int, accumulate: bool, waiting: int, head: int) -> Communication:
     """Gathered: the root, from the first use to the end; the block at work; and, in one flat tensor each, the block before it
-    or after it. Without resharding all blocks, by the end of the forward pass. Gradients of a unit are whole until it is done,
-    over several micro-batches until the last; then they are copied into the input of the reduce-scatter, in fp32 under mixed
-    precision. That input is there until the next unit is done. Where each micro-batch is reduced, the sums of the earlier ones
-    are there all along, and a unit's new shard goes as soon as it is added to them.
+    or after it. Without resharding all blocks, by the end of the forward pass. Gradients of a unit are whole until it is done;
+    then they are copied into the input of the reduce-scatter, in fp32 under mixed precision. That input is there until the
+    next unit is done.
+
+    Over several micro-batches the sums are whole until the last. Autograd adds to them in place, but under mixed precision they
+    are fp32: a unit's new gradients come beside them, and are added when the unit is done. Where each micro-batch is reduced,
+    the sums are shards: they are there all along, and a unit's new shard goes as soon as it is added to them.
 
     Where embedding and output layer are units of their own, each is gathered for its own use and its gradient sent at once.
     """
@@ -122,31 +122,45 @@ def _fsdp(
     blocks = 1 if run.reshard_after_forward else layers - 1
     gathered = outer_copy + (blocks + 1) * r.block_copy
     forward = gathered + (0 if run.reshard_after_forward else r.block_copy)
-    earlier = r.whole if accumulate else r.share if in_shards else 0
-    wide = run.gradient // (run.stored if run.full else run.factors) or 1
+    wide = widening(run)
+    in_shards = earlier > 0 and run.reduce_each_micro_batch
+    in_whole = earlier > 0 and not in_shards
+    sums = wide * r.whole if in_whole else r.share if in_shards else 0
     block = r.block_gradient
     block_share = r.share * block // r.whole if r.whole else 0
     kept = 0 if in_shards else block_share
-    sums = r.share if in_shards else layers * block_share
+    shares = r.share if in_shards else layers * block_share
     outer_share = r.share - layers * block_share
-    passed = kept - (block if accumulate else 0) - (0 if run.reshard_after_forward else r.block_copy)
-    # a block's own weights have gone when its gradients are sent
-    last_block = gathered - r.block_copy + earlier + (0 if accumulate else head + block) + wide * block + kept
-    end = (outer_copy or r.embedding_copy) + wide * block + sums + outer - waiting
+    passed = kept - (wide * block if in_whole else 0) - (0 if run.reshard_after_forward else r.block_copy)
+    # a block's own weights have gone when its gradients are sent, and its new gradients are in the sums
+    last_block = gathered - r.block_copy + sums + (0 if accumulate else head) + (0 if in_whole else block)
+    last_block += wide * block + kept
+    # while the embedding's gradient is computed, in the last micro-batch or in one between, which sends nothing
+    new_outer = 0 if accumulate else outer
+    outer_sums = wide * outer if in_whole else 0
+    sent_or_whole = wide * block + shares + outer_sums
+    if in_whole and earlier > 1:
+        sent_or_whole = max(sent_or_whole, sums)
+    sent, head_sent = (outer_sums or outer), (wide if in_whole else 1) * (outer - r.embedding_gradient)
     return Communication(
-        forward + earlier,
-        gathered + earlier,
+        forward + sums,
+        gathered + sums,
         waiting if accumulate else head,
         passed,
-        end,
+        (outer_copy or r.embedding_copy) + sent_or_whole + new_outer,
         last_block,
         # the root's weights have gone; then all its gradients but one, while its own shard comes
-        wide * outer + sums + max(outer, outer_share + max(0 if waiting else outer - r.embedding_gradient, 0)),
+        wide * outer + shares + max(sent, outer_share + (0 if waiting else head_sent)),
         r.share + r.step,
         whole=block,
         at_work=r.block_copy if run.reshard_after_forward else 0,
         on_the_way=wide * block,
         at_loss=0 if outer_copy else head_copy,
-        gathering=forward + r.block_copy + earlier,
-        first_gather=2 * (outer_copy + r.block_copy) + earlier,
+        gathering=forward + r.block_copy + sums,
+        first_gather=2 * (outer_copy + r.block_copy) + sums,
     )
+
+
+def widening(run: Run) -> int:
+    """How many times as many bytes FSDP2's sums of gradients take as the gradients: 2 under mixed precision, else 1."""
+    return run.gradient // (run.stored if run.full else run.factors)

@@ -86,8 +86,8 @@ def estimate(
         wrap_embeddings: "fsdp": embedding and output layer are units of their own, as in torchtitan and torchtune; False: the
             root's, gathered all along, as where a wrap policy names the blocks alone.
         reduce_each_micro_batch: "fsdp": gradients are reduce-scattered after every micro-batch, as in torchtitan and prime-rl, and
-            their sums are shards; False: they stay whole on every rank until the last micro-batch, as under
-            ``set_requires_gradient_sync(False)`` and Accelerate's ``no_sync``.
+            their sums are shards; False: they stay whole on every rank until the last micro-batch, in fp32 under mixed
+            precision, as under ``set_requires_gradient_sync(False)`` and Accelerate's ``no_sync``.
         bucket_elements: "zero1" to "zero3": reduce_bucket_size. DeepSpeed allocates such a bucket however small the model:
             its 500 million elements are 1 GB in 16 bits and 2 GB in fp32.
 
@@ -127,16 +127,17 @@ def breakdown_of(shape: Shape, settings: RunSettings) -> Breakdown:
     # those that work on one sequence together hold the same weights, and shard them among them, too
     shards = settings.ranks * (1 if settings.strategy == "single" else settings.context_parallel)
     t, p, m = settings.tensor_parallel, settings.pipeline_parallel, settings.num_microbatches
+    earlier = min(m - 1, 2)  # from the third on, micro-batches are alike
     size, evaluated = sizes(shape, settings, run.rank), None
     if settings.eval_micro_batch_size:
         evaluated = sizes(shape, settings._replace(micro_batch_size=settings.eval_micro_batch_size), run.rank)
     if p == 1:
-        whole = stage(run, shape, shards, t, shape.layers, True, True, m > 1, settings.expert_parallel)
+        whole = stage(run, shape, shards, t, shape.layers, True, True, earlier, settings.expert_parallel)
         return _with_loading(step_breakdown(whole, size, 1, evaluated), shape, settings)
     layers = -(-shape.layers // p)
     ends = (
         step_breakdown(
-            stage(run, shape, shards, t, layers, first, not first, m > 1, settings.expert_parallel),
+            stage(run, shape, shards, t, layers, first, not first, earlier, settings.expert_parallel),
             size,
             in_flight(p, m, settings.virtual_stages, first),
             evaluated,

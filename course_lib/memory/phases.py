@@ -11,7 +11,7 @@ import numpy as np
 
 from course_lib.memory.blocks import SYMBOLS, Numerics
 from course_lib.memory.breakdown import CATEGORIES, Breakdown
-from course_lib.memory.communication import Communication, communication
+from course_lib.memory.communication import Communication, communication, widening
 from course_lib.memory.linear_forms import Forms, forms
 from course_lib.memory.parameters import (
     count,
@@ -87,16 +87,16 @@ def stage(
     layers: int,
     first: bool,
     last: bool,
-    accumulate: bool,
+    earlier: int,
     experts: int = 1,
 ) -> Stage:
-    """`accumulate`: gradients of earlier micro-batches are there already; `experts`: expert-parallel ranks."""
+    """`earlier`: micro-batches of the step whose gradients are there already; `experts`: expert-parallel ranks."""
     numerics = replace(numerics_of(run, shape, experts), split_vocab=t > 1)
     grad_in = run.full or run.train_embeddings or not first
-    in_shards = accumulate and run.reduce_each_micro_batch  # then an unsharded gradient is new in each micro-batch
-    accumulate = accumulate and not in_shards
-    # either way a new gradient is gone as soon as it is there: added to the old one, or used up
-    accumulate = accumulate or run.optimizer_in_backward
+    # FSDP2's sums may be shards, or wider than gradients: then an unsharded gradient is new in each micro-batch
+    apart = run.strategy == "fsdp" and (run.reduce_each_micro_batch or widening(run) > 1)
+    # else a new gradient is gone as soon as it is there: added to the old one, or used up
+    accumulate = (earlier > 0 and not apart) or run.optimizer_in_backward
     # zero2 and zero3 move each gradient into a bucket, or to the host, as soon as it is there
     at_once = run.zero_stage > 1
     adapters = count(held(shape, 1, shape.layers, True, True, run.rank, targets=run.lora_targets).factors)
@@ -119,7 +119,7 @@ def stage(
         plain=plain,
         up_to_mixture=up_to_first_mixture(shape, layers, first),
         num_parameters=shape.parameters + adapters,
-        during=communication(run, r, layers, accumulate, shape.tied and first and last, in_shards),
+        during=communication(run, r, layers, earlier, accumulate, shape.tied and first and last),
     )
 
 
@@ -282,7 +282,7 @@ def step_breakdown(at: Stage, size: Sizes, in_flight: float, evaluated: Sizes | 
     resting = r.weights + r.optimizer
     phases = {name: resting + moment.bytes(values) for name, moment in moments.items()}
     if evaluated:
-        between = communication(run, r, layers, False, shape.tied and first and last).forward
+        between = communication(run, r, layers, 0, False, shape.tied and first and last).forward
         moments["evaluation"] = PhaseEnd(0, between, rows=[f.first_pass, *([f.evaluation] if last else [])])
         values_then = (f.matrix @ evaluated.elements).tolist()
         phases["evaluation"] = resting + moments["evaluation"].bytes(values_then)

@@ -84,7 +84,7 @@ def step_timeline(
         loss=loss,
     )
     check_sizes(shape, run)
-    r = stage(run.run, shape, 1, 1, shape.layers, True, True, accumulate).resident
+    r = stage(run.run, shape, 1, 1, shape.layers, True, True, int(accumulate)).resident
     elements = sizes(shape, run, 0).elements
     body, x = block(numerics_of(run.run, shape))
     top, y = head(numerics_of(run.run, shape))

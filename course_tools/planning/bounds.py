@@ -89,7 +89,7 @@ def _block(question: Question, table: Table) -> np.ndarray:
                 if key not in known:
                     at = RunSettings(tensor_parallel=tp, sequence_parallel=split, seq_len=question.seq_len)
                     one, two = (sizes(shape, at._replace(micro_batch_size=b), run.rank) for b in (1, 2))
-                    rows = stage(run, shape, 1, tp, 1, False, False, False).forms.matrix[[0, 5, 4]]
+                    rows = stage(run, shape, 1, tp, 1, False, False, 0).forms.matrix[[0, 5, 4]]
                     known[key] = (rows @ (two.elements - one.elements)).tolist()
                 values[i, j, :, int(split)] = known[key]
     which = np.array([degrees.index(grid.tp) for grid in table.grids])[table.grid]

@@ -114,8 +114,8 @@ def _sent(
         for split in (0, 1):
             if split and (grid.tp == 1 or question.seq_len // grid.cp % grid.tp):
                 continue
-            for count, num_bytes, wire in of_grid(question, grid, bool(split), network):
-                values[index, split] += count * wire.latency, num_bytes * wire.each
+            for number, num_bytes, wire in of_grid(question, grid, bool(split), network):
+                values[index, split] += number * wire.latency, num_bytes * wire.each
     latency, each = values[table.grid, table.split.astype(int)].T
     return latency + each * table.b
 

@@ -11,16 +11,14 @@ from course_lib.memory import Shape
 from course_lib.parallel.grid import Grid
 from course_lib.units import GIB
 from course_lib.validation import pick
-from course_tools.planning.answer import NoPlan, Plan, Refusal, words
+from course_tools.planning.answer import Plan, Refusal, words
 from course_tools.planning.machines import Machines
-from course_tools.planning.planner import plan
 from course_tools.planning.question import Question, question
 from course_tools.planning.refusing import refusal
 from course_tools.planning.search import NoVariant, best_of, measured
 from course_tools.planning.space import micro_batch_sizes, way_fault
 from course_tools.planning.table import Way
 
-OTHERS = 3  # plans that are named where the configuration itself cannot be mended along one axis
 VARIANT = ("micro_batch_size", "virtual_stages", "activation_checkpointing", "sequence_parallel")
 
 
@@ -30,14 +28,11 @@ class Verdict:
 
     Attributes:
         wrong: what is wrong, a sentence each; empty where it runs as it is.
-        fits: the grid, as it is given, fits the cards in some variant.
-        plan: that variant, the fastest; its figures hold for the GPUs that the grid takes. None where nothing fits.
-        would: what uses all GPUs, fits, and keeps all axes but one, the fastest first; where nothing does, other plans of the
-            same method.
+        plan: the fastest variant of the grid that fits; its figures hold for the GPUs that the grid takes. None: none fits.
+        would: what uses all GPUs, fits, and keeps all axes but one, the fastest first.
     """
 
     wrong: tuple[str, ...]
-    fits: bool
     plan: Plan | None
     would: tuple[Plan, ...]
 
@@ -103,29 +98,7 @@ def check_settings(
     if tightest is not None:
         short = (tightest.needs - tightest.has) / GIB
         wrong.append(f"It does not fit, by {short:,.1f} GiB: {tightest.sentence}")
-    would = _would(asked, grid, variant) if wrong else ()
-    if wrong and not would:
-        would = _other_ways(asked)
-    return Verdict(tuple(wrong), made is not None, made, would)
-
-
-def _other_ways(asked: Question) -> tuple[Plan, ...]:
-    """What fits of the same method, whatever the strategy and the grid."""
-    try:
-        answer = plan(
-            asked.shape,
-            asked.machines,
-            global_batch=asked.global_batch,
-            seq_len=asked.seq_len,
-            methods=asked.methods,
-            precision=asked.precision,
-            attention=asked.attention,
-            headroom=asked.headroom,
-            keep=OTHERS,
-        )
-    except NoPlan:
-        return ()
-    return tuple(answer.plans)
+    return Verdict(tuple(wrong), made, _would(asked, grid, variant) if wrong else ())
 
 
 def _product(grid: Grid, gpus: int) -> str:

@@ -140,9 +140,11 @@ def table(question: Question, only: list[Grid] | None = None) -> Table:
     columns: list[np.ndarray] = []
     for index, grid in enumerate(all_grids):
         tp, pp = grid.tp, grid.pp
-        key = (grid.dp * grid.cp, tp > 1, pp > 1, grid.cp > 1, grid.ep > 1)
+        key = (grid.dp * grid.cp, tp, pp > 1, grid.cp > 1, grid.ep > 1)
         if key not in fitting:
-            fitting[key] = np.array([i for i, way in enumerate(all_ways) if not way_fault(way, grid)], dtype=int)
+            room = question.machines.per_node // tp  # data-parallel ranks in a machine, which a copy stays in
+            able = [not way_fault(way, grid) and way.shard <= room for way in all_ways]
+            fitting[key] = np.flatnonzero(able)
         splits = (0, 1) if question.sequence_parallel and tp > 1 and (question.seq_len // grid.cp) % tp == 0 else (0,)
         sequences = question.global_batch // grid.dp
         sizes = [
