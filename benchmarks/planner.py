@@ -2,7 +2,7 @@
 
     python benchmarks/planner.py [--repeats 5] [--rows]
 
-Five tables: seconds of a search; step times predicted and published, the rows that the constants were chosen on and those
+Four tables: seconds of a search; step times predicted and published, the rows that the constants were chosen on and those
 that were held out apart (tests/published/step_times.json); utilisation, and the place of each published grid in its own
 question, in which its authors' software could choose, and in the open question (tests/published/trainings.json); and the
 practitioners' procedure against the exhaustive search. Nothing here runs on a GPU: published figures are others' measurements.
@@ -23,10 +23,20 @@ from typing import Any, NamedTuple
 from course_lib.collectives.links import Link
 from course_lib.memory import flops_per_token
 from course_lib.parallel.grid import Grid
-from course_tools.planning import MFU_DEFINITION, NoPlan, Plan, Settings, check_settings, machines, plan, procedure
+from course_tools.planning import (
+    MFU_DEFINITION,
+    Answer,
+    NoPlan,
+    Plan,
+    Settings,
+    check_settings,
+    machines,
+    plan,
+    procedure,
+)
 from course_tools.planning.constants import CONSTANTS, Constants
 from course_tools.planning.question import question
-from course_tools.planning.search import best_of, measured
+from course_tools.planning.search import Search, measured
 
 PUBLISHED = Path(__file__).parents[1] / "tests" / "published"
 SEARCHES = {
@@ -43,8 +53,8 @@ PROCEDURES = {
     "llama-3.1-8b, 8 A100-80GB": ("llama-3.1-8b", "8xa100-80gb", 128, 4096),
     "llama-3.1-405b, 16,384 H100": ("llama-3.1-405b", "2048x8xh100-80gb", 2048, 8192),
 }
-SAME_TOOLS = {"strategies": ("zero1", "single"), "offload": "none", "axes": ("dp", "tp", "pp"), "interleave": False}
-FAR = 200  # grids of an open question that are ranked
+SAME_TOOLS = {"strategies": ("zero1", "single"), "offload": "none", "axes": ("dp", "tp", "pp")}
+FAR = 200  # plans of an open question
 
 
 class StepTime(NamedTuple):
@@ -83,7 +93,7 @@ def step_times(constants: Constants = CONSTANTS) -> list[StepTime]:
 class Training(NamedTuple):
     """A row of trainings.json: who trained what on what, and which grid they chose.
 
-    `asked` are arguments of `plan`: what their software could do. `fixed` is what else they print (see `best_of`), `percent`
+    `asked` are arguments of `plan`: what their software could do. `fixed` is what else they print (see `Search`), `percent`
     their utilisation of the card's dense 16-bit peak, `counted` how they count FLOPs (see `flops_per_token`).
     """
 
@@ -102,9 +112,8 @@ class Training(NamedTuple):
     def predicted(self) -> Plan:
         """The planner's figures for their grid, in the fastest variant of it that fits."""
         batch = {"global_batch": self.global_batch, "seq_len": self.seq_len, "headroom": 0.0}
-        made, _ = best_of(question(self.model, self.machines, **batch, **self.asked), self.grid, **self.fixed)
-        if made is None:
-            raise NoPlan(f"No variant of {self.grid} fits {self.machines}.", 0, None, ())
+        made = Search(question(self.model, self.machines, **batch, **self.asked), 0, self.grid, self.fixed).fastest()
+        assert made is not None, f"no variant of {self.grid} fits {self.machines}"
         return made
 
     def percent_of(self, made: Plan) -> float:
@@ -176,13 +185,15 @@ def published_grids() -> None:
         slower = ours.step_seconds / min(found.step_seconds for found in own.plans) - 1
         print(
             f"{case.id:26}{'' if case.percent is None else case.percent:>10}{'' if case.percent is None else f'{percent:.1f}':>10}"
-            f"{points:>8}{_place(own, case.grid):>10}{_place(open_question, case.grid):>11}  {slower:.1%}"
+            f"{points:>8}{_place(own, ours):>10}{_place(open_question, ours):>11}  {slower:.1%}"
         )
     print(f"A plan's own figure is {MFU_DEFINITION}.")
 
 
-def _place(answer: Any, grid: Grid) -> str:
-    return f"{answer.rank(grid) or 'beyond'} of {len(answer.grids)}"
+def _place(answer: Answer, ours: Plan) -> str:
+    """Among the grids of an answer, by their speed, that of a plan."""
+    faster = {one.grid for one in answer.plans if one.step_seconds < ours.step_seconds} - {ours.grid}
+    return f"{len(faster) + 1} of {len({one.grid for one in answer.plans})}"
 
 
 def procedures() -> None:
@@ -213,7 +224,7 @@ def main() -> None:
     published_grids()
     print("\nThe 175B row of the talk (ZeRO-DP 2, PP 49, TP 2 on 392 A100):")
     talk = {"global_batch": 1536, "seq_len": 2048, "strategy": "zero1", "dp": 2, "pp": 49, "tp": 2}
-    print(check_settings("gpt3-175b", "49x8xa100-40gb", **talk))
+    print(*check_settings("gpt3-175b", "49x8xa100-40gb", **talk).wrong, sep="\n")
     procedures()
 
 

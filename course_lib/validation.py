@@ -28,7 +28,7 @@ def pick(name: str, value: Any, choices: Sequence[Any]) -> None:
     if value not in choices:
         near = did_you_mean(value, choices)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(map(str, choices))}."
-        raise ValueError(f"{name}={value!r} is no choice: {hint}")
+        raise ValueError(f"{name}={value!r} is not known here: {hint}")
 
 
 def did_you_mean(word: Any, known: Iterable[Any], *, most: int = 1, cutoff: float = 0.5) -> list[str]:

@@ -24,7 +24,7 @@ ROOMS = {
     ),  # a step's units, memory snapshots, an all-to-all's formula, a rank's pages and copies on the host; when pipeline stages run came from training
     "course_lib/collectives": (392, 392),
     "course_lib/memory": (
-        3864,
+        3868,
         2300,
     ),  # DeepSpeed's bf16 master copies; each moment of FSDP2's step; 19 architectures, mixtures of experts and latent attention among them; a machine's own memory, evaluation, caches, compiled blocks; gradients that FSDP2 sums in fp32, or reduces in each micro-batch
     "course_lib/parallel": (505, 523),  # when a bucket travels, by arithmetic
@@ -42,7 +42,7 @@ ROOMS = {
     "course_lib/on_cpu": (151, 500),  # NF4 came from training, and keeps bitsandbytes quiet
     "course_lib": (618, 300),  # a lesson's opening picture in Colab; how experts are shared out
     "course_tools/planning": (
-        3420,
+        3397,
         2500,
     ),  # a ZeRO plan's script brings its JSON; a machine's own memory, what a layer of experts costs and where they lie; a script for torchrun, copies, 8-bit states and a batch of its own
     "course_tools/axolotl": (
@@ -65,11 +65,11 @@ ROOMS = {
     ),  # tracks, what is handed in by issue, learners' paths, and the page of what combines with what
     "tests/planted": (1501, 1300),
     "tests": (
-        15425,
+        15491,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces; a pace, unequal shares; lines from two files of a rank; a deadline; a command's processes, workers under SIGTERM; a saving plan's price beside a simulation; all that goes with each other trains on ranks; tracks and issues of a class; every architecture and every moment beside real storages; published step times, and what an expert would answer
     "benchmarks": (
-        2520,
+        2531,
         1000,
     ),  # 8-bit optimizers came from training; a thousand are what a GPU is asked, a hundred each instrument beside a second one; published peaks; published step times and trainings, which were in the planner
     "site": (469, 450),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from course_tools.planning import plan
+from course_tools.planning import machines, plan
 from course_tools.planning.plan_command import main
 
 ASKED = ["--model", "llama-3.1-8b", "--gpus", "2x24GiB", "--top", "3"]
@@ -19,7 +19,7 @@ GIB = 2**30
 def answer(method: str, **how):
     """What the command asks."""
     usual = {"seq_len": 2048, "keep": 3}
-    return plan("llama-3.1-8b", "2x24GiB", methods=(method,), **usual, **how)
+    return plan("llama-3.1-8b", machines("2x24GiB", host_memory=144 * GIB), methods=(method,), **usual, **how)
 
 
 def printed(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
@@ -28,11 +28,15 @@ def printed(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
 
 
 def test_the_table_and_the_json_are_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, [*ASKED, "--method", "full", "--tokens", "300M"]).splitlines()
+    lines = printed(capsys, [*ASKED, "--method", "full", "--tokens", "300M", "--host-memory", "144GiB"]).splitlines()
     expected = answer("full", tokens=3e8)
     for number, each in enumerate(expected.plans, 1):
         row = next(i for i, line in enumerate(lines) if line.startswith(f"{number} "))
-        for cell in (f"{each.memory_bytes / GIB:.1f}", f"{each.mfu:.1%}", f"{each.days:.3g}"):
+        for cell in (
+            f"{each.memory_bytes / GIB:.1f}",
+            f"{each.mfu:.1%}",
+            f"{each.days:.3g} days" if each.days >= 2 else f"{24 * each.days:.3g} h",
+        ):
             assert cell in lines[row]
         assert each.limit in lines[row + 1]
     assert expected.refused and all(refused.sentence in "\n".join(lines) for refused in expected.refused)
@@ -84,15 +88,17 @@ def test_the_question_chooses_the_method_and_the_options_choose_the_rest(capsys:
     assert {(each["optimizer"], each["strategy"]) for each in wide} == {("adamw8bit", "ddp")}
     assert wide[0]["memory"]["logits"] < asked("--method", "full")["plans"][0]["memory"]["logits"]
     assert {each["offload"] for each in asked("--method", "full", "--offload", "optimizer")["plans"]} == {"optimizer"}
+    pcie, switch = (asked("--inside", link, "--strategy", "fsdp")["plans"][0] for link in ("pcie3", "nvswitch-a100"))
+    assert pcie["parts"]["data parallelism"] > switch["parts"]["data parallelism"]
     assert max(each["cp"] for each in asked("--method", "full", "--seq-len", "65536")["plans"]) > 1
 
 
-def test_what_does_not_fit_is_code_1_and_bad_input_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_and_bad_input_are_code_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     nowhere = ["--model", "llama-3.1-405b", "--gpus", "t4", "--method", "full"]
-    assert main(nowhere) == 1
+    assert main(nowhere) == 2
     result = capsys.readouterr()
     assert result.out == "" and "GiB" in result.err and "llama-3.1-405b" in result.err
-    assert main([*nowhere, "--json"]) == 1
+    assert main([*nowhere, "--json"]) == 2
     result = json.loads(capsys.readouterr().out)
     assert result["plans"] == [] and result["missing_bytes"] > 0 and result["would"]
     rows = [
@@ -107,6 +113,9 @@ def test_what_does_not_fit_is_code_1_and_bad_input_is_one_line_and_code_2(capsys
         ([*SMALL, "--top", "0"], "--top 0"),
         ([*SMALL, "--global-batch", "0"], "global_batch=0"),
         ([*SMALL, "--seq", "8"], "--seq 8"),
+        ([*SMALL, "--between", "ethernet-9"], "ethernet-25"),
+        ([*ASKED[:3], "8xh100+2xt4"], "mixes"),
+        ([*ASKED[:3], "1x4090"], "rtx4090"),
     ]
     for argv, fragment in rows:
         code, result = main(argv), capsys.readouterr()

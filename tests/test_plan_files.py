@@ -51,7 +51,7 @@ def test_accelerate_s_own_loader_takes_each_kind(tmp_path) -> None:
     options = vars(launch_command_parser().parse_args(["script.py"]))
     for strategy, kind in {"ddp": "MULTI_GPU", "zero2": "DEEPSPEED", "fsdp": "FSDP"}.items():
         one_plan = a_plan(strategy, dp=16, activation_checkpointing="full", **LLAMA | {"on": "2x8xh100-80gb"})
-        (path,) = write(one_plan, "accelerate", tmp_path)
+        (path,) = write(one_plan, "accelerate", tmp_path / strategy)
         read = load_config_from_file(str(path))  # an unknown key is an error there
         assert (read.distributed_type.value, read.num_processes, read.num_machines) == (kind, 16, 2)
         assert read.mixed_precision == "bf16" and not read.use_cpu
@@ -145,6 +145,20 @@ def test_a_target_that_cannot_do_all_of_a_plan_says_so() -> None:
         (a_plan("ddp", dp=1, on="1xcpu"), "axolotl", "tiny", ("accelerate", "torchrun")),
         (a_plan("ddp", dp=3, on="2x2xcpu"), "accelerate", "machines of 2", nobody),
         (a_plan("fsdp", **LLAMA | {"on": "2x24GiB"}), "axolotl", "GPU needs", ("accelerate", "torchrun")),
+        (a_plan("ddp", compile=True, **LLAMA), "accelerate", "torch.compile", nobody),
+        (
+            a_plan("ddp", method="lora", **LLAMA | {"model": "mixtral-8x7b", "on": "2xh200"}),
+            "torchrun",
+            "mixture",
+            ("accelerate", "axolotl"),
+        ),
+        (
+            a_plan("ddp", method="lora", **LLAMA | {"model": "gemma-2-2b"}),
+            "torchrun",
+            "sdpa",
+            ("accelerate", "axolotl"),
+        ),
+        (a_plan("ddp", method="qlora", **LLAMA | {"model": "gpt-oss-20b"}), "axolotl", "MXFP4", ("accelerate",)),
     ]
     for one_plan, target, fragment, others in rows:
         assert targets_of(one_plan) == others, (target, fragment)
@@ -156,6 +170,30 @@ def test_a_target_that_cannot_do_all_of_a_plan_says_so() -> None:
             (lambda: write(a_plan("ddp"), "accelerate", __file__), ValueError, "is a file"),
         ]
     )
+
+
+def test_a_file_with_something_else_in_it_stays(tmp_path) -> None:
+    (path,) = write(a_plan("ddp"), "accelerate", tmp_path)
+    assert write(a_plan("ddp"), "accelerate", tmp_path) == [path]  # the same once more
+    path.write_text("mine")
+    assert_refused([(lambda: write(a_plan("ddp"), "accelerate", tmp_path), ValueError, "accelerate.yaml")])
+    assert path.read_text() == "mine"
+
+
+def test_a_mixture_s_adapters_and_attention_are_those_that_the_plan_counts() -> None:
+    best = plan("qwen3-30b-a3b", "rtx4090", seq_len=2048, methods="qlora").best
+    qlora = yaml.safe_load(text_of(best, "axolotl"))
+    assert qlora["lora_target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"] and qlora["quantize_moe_experts"]
+    seen = check(qlora, gpus="rtx4090", validate=False)
+    assert best.memory.device == seen.memory.device and seen.fits
+    for model, attention in (
+        ("gemma-2-2b", "flash_attention_2"),
+        ("gpt-oss-20b", "kernels-community/vllm-flash-attn3"),
+    ):
+        found = yaml.safe_load(text_of(a_plan("ddp", method="lora", **LLAMA | {"model": model}), "axolotl"))
+        assert found["attn_implementation"] == attention and "lora_target_modules" not in found
+    bf16 = a_plan("fsdp", method="qlora", **LLAMA | {"precision": "bf16"})
+    assert "torch.bfloat16" in text_of(bf16, "accelerate") and "bnb_4bit_quant_storage" in text_of(bf16, "accelerate")
 
 
 def test_what_the_planner_plans_can_be_written() -> None:

@@ -159,15 +159,18 @@ def test_an_h100_reaches_less_of_its_peak_and_loose_norms_cost_memory_traffic() 
 def test_a_batch_is_chosen_that_the_gpus_share_out_and_that_suits_the_training() -> None:
     eight = shape_of("llama-3.1-8b")
     for gpus in (1, 3, 8, 96, 512):
-        batch, why = chosen_batch(eight, gpus, 2048, pretraining=True)
+        batch, why = chosen_batch(eight, gpus, 2048, pretraining=True, shares=True)
         assert batch % gpus == 0 and 0.7e6 < batch * 2048 < 2.9e6, (gpus, batch)
         assert f"{batch * 2048:,} tokens" in why
-    assert chosen_batch(eight, 8, 2048, pretraining=False)[0] * 2048 == 65_536
+    assert chosen_batch(eight, 8, 2048, pretraining=False, shares=True)[0] * 2048 == 65_536
     # more GPUs than sequences: several share one, and still none is left over
-    batch, _ = chosen_batch(shape_of("llama-3.1-405b"), 16_384, 8192, pretraining=True)
+    batch, _ = chosen_batch(shape_of("llama-3.1-405b"), 16_384, 8192, pretraining=True, shares=True)
     assert 16_384 % batch == 0 and 2**22 <= batch * 8192 <= 2**25
+    # QLoRA shares no sequence: each GPU has one
+    long = plan("llama-3.1-8b", "128xh100", seq_len=8192, methods="qlora").best
+    assert long.global_batch % 128 == 0 and long.dp == 128
     for parameters, tokens in ((125e6, 0.5e6), (175e9, 3.2e6)):  # table 2.1 of GPT-3
         shape = shape_of(
             {"layers": 12, "hidden": 768, "heads": 12, "vocab": 50257} if parameters < 1e9 else "gpt3-175b"
         )
-        assert chosen_batch(shape, 1, 2048, pretraining=True)[0] * 2048 == pytest.approx(tokens, rel=0.5)
+        assert chosen_batch(shape, 1, 2048, pretraining=True, shares=True)[0] * 2048 == pytest.approx(tokens, rel=0.5)

@@ -90,11 +90,11 @@ def card(name: str | Card) -> Card:
         return CARDS[sizes[0]]
     if memory := _amount(key):
         return Card(name.strip(), memory, True, 0.0, 0.0)
-    names = [*CARDS, *(known.partition("-")[0] for known in CARDS if "-" in known)]
-    near = did_you_mean(key, names, most=3, cutoff=0.3) or ["t4", "a100-80gb", "h100-80gb"]
-    raise ValueError(
-        f"No card is called {name!r}: the nearest are {', '.join(near)}; an amount such as 24GiB will do too."
-    )
+    stems = [known.partition("-")[0] for known in CARDS if "-" in known]
+    names = [*CARDS, *(stem for stem in stems if stems.count(stem) == 1)]
+    within = [known for known in CARDS if key and (key in known or key.startswith(known.partition("-")[0]))]
+    near = within[:3] or did_you_mean(key, names, most=3, cutoff=0.3) or ["t4", "a100-80gb", "h100-80gb"]
+    raise ValueError(f"No card is called {name!r}: near it: {', '.join(near)}; an amount such as 24GiB will do too.")
 
 
 class Cards(NamedTuple):
@@ -112,22 +112,26 @@ def read_cards(text: str) -> Cards:
     """
     if not isinstance(text, str):
         raise ValueError(f"gpus={text!r}: give cards such as '4x24GiB', '8xa100-80gb' or '2x8xh100' (2 machines).")
-    *counts, name = re.split(r"\s*[xX×*]\s*", re.sub("(?i)rtx", "rt~", text.strip()))  # the x of rtx4090 parts nothing
-    if len(counts) > 2 or not all(re.fullmatch(r"\d{1,7}", count) and 0 < int(count) <= MOST_CARDS for count in counts):
+    if "+" in text or "," in text:
+        raise ValueError(f"{text!r} mixes cards, and all ranks wait for the slowest: plan for so many of the smallest.")
+    *found, name = re.fullmatch(
+        r"(?:(-?\d+)\s*[x×*]\s*)?(?:(-?\d+)\s*[x×*]\s*)?(.*)", text.strip(), re.I | re.S
+    ).groups()
+    counts = [int(count) for count in found if count]
+    if not all(0 < count <= MOST_CARDS for count in counts) or re.match(r"\d+\s*[x×*]", name, re.I):
         raise ValueError(
-            f"{text!r} is no number of cards: write 4x24GiB, 8xa100-80gb, or 2x8xh100 for 2 machines of 8 cards."
+            f"How many cards is {text!r}? Write 4x24GiB, 8xa100-80gb, or 2x8xh100 for 2 machines of 8 cards."
         )
-    nodes, per_node = ([1, 1] + [int(count) for count in counts])[-2:]
-    name = name.replace("rt~", "rtx")
-    if not name or name.isdigit():
+    nodes, per_node = ([1, 1, *counts])[-2:]
+    if not name or (name.isdigit() and len(name) < 4):
         raise ValueError(f"{text!r} names no card: write a number and a card, such as 4x24GiB or 8xa100-80gb.")
     if len(counts) == 1 and per_node > PER_MACHINE and name.lower() != "cpu":
         nodes, rest = divmod(per_node, PER_MACHINE)
         if rest:
             fewer, more = (f"{n}x{PER_MACHINE}x{name} ({n * PER_MACHINE})" for n in (nodes, nodes + 1))
             raise ValueError(
-                f"{per_node} cards do not fill machines of {PER_MACHINE}: write {fewer} or {more}; 1x{text.strip()} is one "
-                "machine with all of them."
+                f"{per_node} cards do not fill machines of {PER_MACHINE}: write {fewer} or {more}, or how they stand, as in "
+                f"MACHINESxCARDSx{name}."
             )
         per_node = PER_MACHINE
     if name.lower() == "cpu":

@@ -171,12 +171,12 @@ def uncounted(shape: Shape, settings: RunSettings) -> tuple[str, ...]:
     if shape.experts and settings.expert_parallel > 1:
         found.append(
             "Expert parallelism is computed and untried: no program of this course runs it, and its router is taken to be "
-            "fair, where a rank with the experts that are liked best gets more tokens."
+            "fair, where a rank with popular experts gets more tokens."
         )
     if settings.context_parallel > 1:
         found.append(
             "What the exchange of keys and values, or of heads, holds on its way is not counted: a published run over 4 "
-            "ranks needed half as much again."
+            "ranks needed 50 % more."
         )
     if shape.experts and settings.compile:
         found.append("Compiled blocks are known here of plain models, not of mixtures of experts.")

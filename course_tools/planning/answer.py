@@ -54,7 +54,7 @@ class Settings:
     def sharing(self) -> str:
         """How data-parallel ranks share the model, as a reader says it."""
         if self.strategy == "single" and self.grid.size > 1:
-            return "one copy"
+            return "model parallelism"
         return "HSDP" if self.copies > 1 else STRATEGIES[self.strategy].label
 
     @property
@@ -92,7 +92,7 @@ class Plan(Settings):
         limit: what takes most of the step beside multiplying matrices.
         model, machines, global_batch (sequences a step), seq_len (tokens a sequence), tokens: the question.
         lora_rank: of the factors, for "lora" and "qlora". attention: "flash" or "eager". loss: of
-            `course_lib.choices.LOSSES`.
+            `course_lib.choices.LOSSES`. compile: whether by torch.compile.
     """
 
     memory: Breakdown = field(kw_only=True)
@@ -110,6 +110,7 @@ class Plan(Settings):
     lora_rank: int = field(default=16, kw_only=True)
     attention: str = field(default="flash", kw_only=True)
     loss: str = field(default="eager", kw_only=True)
+    compile: bool = field(default=False, kw_only=True)
 
     @property
     def memory_bytes(self) -> int:
@@ -132,7 +133,7 @@ class Refusal:
     """Something that would have been fast and does not fit.
 
     Attributes:
-        settings: in their most frugal form. needs, has: bytes on a GPU (or on a node's host where `where` says so).
+        settings: the variant that comes nearest. needs, has: bytes on a GPU (or of a machine's own where `where` says "host").
         sentence: needs, has and why, for a reader.
         where: "GPU" or "host".
     """
@@ -143,24 +144,27 @@ class Refusal:
     sentence: str
     where: str = "GPU"
 
+    @property
+    def missing(self) -> int:
+        """Bytes too much."""
+        return self.needs - self.has
+
 
 @dataclass(frozen=True)
 class Answer:
     """What `plan` found.
 
     Attributes:
-        plans: method by method, one for each strategy and grid in its fastest variant that fits. Among those whose steps
-            are within the planner's own error of each other the simplest comes first.
+        plans: method by method, of each strategy and grid a variant that fits and is within 2 % of the fastest; the simplest
+            first among those whose steps are alike (`search.ALIKE`), and none that is slower and no simpler than another.
         refused: the first three, by their speed, of which no variant fits.
-        grids: the grids in the order of their fastest plan, as many as there are `plans` asked for.
-        searched: settings whose time was computed. estimated: those whose memory was; the rest was out beforehand.
+        searched: settings whose time was computed. estimated: those whose memory was.
         seconds: that the search took.
         batch_note: why so many sequences a step, where the planner chose; or "". notes: what was assumed, a sentence each.
     """
 
     plans: list[Plan]
     refused: list[Refusal]
-    grids: list[Grid]
     searched: int
     estimated: int
     seconds: float
@@ -171,22 +175,15 @@ class Answer:
     def best(self) -> Plan:
         return self.plans[0]
 
-    def rank(self, grid: Grid | Settings) -> int | None:
-        """Place of a grid among `grids`, from 1; None where it is not among them."""
-        wanted = grid if isinstance(grid, Grid) else grid.grid
-        return self.grids.index(wanted) + 1 if wanted in self.grids else None
-
 
 class NoPlan(ValueError):
     """Nothing fits: the sentence says by how much, and what would.
 
     Attributes:
-        missing: bytes by which the most frugal way misses (on a GPU or on a node's host). nearest: that way.
-        would: what would fit, a sentence each.
+        nearest: what comes nearest to fitting. would: what would fit, a few words each.
     """
 
-    def __init__(self, sentence: str, missing: int, nearest: Refusal | None, would: tuple[str, ...]) -> None:
+    def __init__(self, sentence: str, nearest: Refusal | None = None, would: tuple[str, ...] = ()) -> None:
         super().__init__(sentence)
-        self.missing = missing
         self.nearest = nearest
         self.would = would

@@ -39,8 +39,7 @@ class Constants:
         adapter_passes: times that a LoRA layer goes over its input or output beside the frozen product.
         inner, outer: share of a link's rate inside a node and between nodes. H200 and A100 nodes: 82 % and 78 % of NVLink
             in ring all-reduces of 16 GiB (the table's rows h200x8_allreduce_ring and a100x8_allreduce).
-        overlap: share of data-parallel traffic that can hide behind computing. context_overlap: the same of context-parallel
-            traffic behind attention; 0 because Llama 3 gathers keys and values first (arXiv:2407.21783, section 3.3.2).
+        overlap: share of data-parallel traffic that can hide behind computing.
         exposed_sends: share of the pipeline's sends that nothing hides.
         pcie: bytes a second between a GPU and its host. host: bytes a second of a node's memory, for offloaded steps.
     """
@@ -66,7 +65,6 @@ class Constants:
     inner: float = 0.78
     outer: float = 0.80
     overlap: float = 0.80
-    context_overlap: float = 0.0
     exposed_sends: float = 0.5
     pcie: float = 20e9
     host: float = 150e9

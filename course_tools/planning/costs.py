@@ -16,27 +16,10 @@ from course_lib.memory.parameters import count, held
 from course_lib.parallel import traffic
 from course_lib.parallel.grid import Grid
 from course_tools.planning.compute import block_seconds, head_seconds
-from course_tools.planning.network import Network, all_to_all
+from course_tools.planning.network import Network
 from course_tools.planning.question import Question
 from course_tools.planning.table import Table, Way
 
-PARTS = (
-    "matrix products",
-    "attention",
-    "element-wise layers",
-    "recomputation",
-    "dequantization",
-    "kernel launches",
-    "uneven stages",
-    "pipeline bubble",
-    "pipeline sends",
-    "tensor parallelism",
-    "context parallelism",
-    "expert parallelism",
-    "data parallelism",
-    "optimizer",
-    "offload",
-)
 MFU_DEFINITION = (
     "MFU: 6 FLOPs (4 where the weights are frozen) x parameters that multiply, output layer included, attention over the "
     "keys in sight, recomputation not counted, over the card's dense 16-bit peak"
@@ -44,7 +27,7 @@ MFU_DEFINITION = (
 
 
 def step_parts(question: Question, table: Table) -> dict[str, np.ndarray]:
-    """Seconds by PARTS; a row's step takes their sum."""
+    """Seconds by part, a row's step takes their sum."""
     shape, k = question.shape, question.constants
     network = Network(question.machines, k)
     dp, tp, pp, cp = (table.axis(name).astype(float) for name in ("dp", "tp", "pp", "cp"))
@@ -63,11 +46,8 @@ def step_parts(question: Question, table: Table) -> dict[str, np.ndarray]:
 
     again = np.where(table.kept == 2, 1.5, 1.0)  # a block that runs forward again sends again
     tensor = _sent(question, table, _tensor, network) * again * fullest / layers
-    context = np.maximum(
-        _sent(question, table, _context, network) * fullest / layers
-        - k.context_overlap * fullest * block.attention * block.attention_passes,
-        0,
-    )
+    # Nothing hides it: Llama 3 gathers keys and values first (arXiv:2407.21783, section 3.3.2).
+    context = _sent(question, table, _context, network) * fullest / layers
     sends = table.v * _sent(question, table, _sends, network) * k.exposed_sends
     experts = _sent(question, table, _experts, network) * again * fullest / layers
     passes = pace + tensor + context + experts + sends  # of one micro-batch through one stage, there and back
@@ -107,9 +87,8 @@ def _sent(
     network: Network,
 ) -> np.ndarray:
     """Seconds that one micro-batch sends, for each row. `of_grid` gives messages of one sequence: (number, bytes, wire)."""
-    values = np.zeros(
-        (len(table.grids), 2, 2)
-    )  # latency of all, seconds for each sequence; without and with split norms
+    # Latency of all, seconds for each sequence; without and with split norms
+    values = np.zeros((len(table.grids), 2, 2))
     for index, grid in enumerate(table.grids):
         for split in (0, 1):
             if split and (grid.tp == 1 or question.seq_len // grid.cp % grid.tp):
@@ -142,7 +121,7 @@ def _experts(question: Question, grid: Grid, split: bool, network: Network) -> I
     if e is not None:
         row = (e.rows or e.active) * question.shape.hidden * question.element  # bytes of a token's copies
         sends = 4 * (question.shape.layers - len(e.dense))
-        yield sends, sends * row * question.seq_len / grid.cp, all_to_all(network, grid.tp * grid.cp, grid.ep)
+        yield sends, sends * row * question.seq_len / grid.cp, network.wire("all_to_all", grid.tp * grid.cp, grid.ep)
 
 
 def _sends(question: Question, grid: Grid, split: bool, network: Network) -> Iterator[tuple]:
@@ -214,16 +193,11 @@ def stage_parameters(question: Question, grids: list[Grid]) -> np.ndarray:
     )
 
 
-def adapter_share(question: Question) -> float:
-    """LoRA's parameters over the model's."""
-    shape = question.shape
-    factors = held(shape, 1, shape.layers, True, True, question.lora_rank).factors
-    return count(factors) / shape.parameters
-
-
 def way_bytes(question: Question, way: Way) -> tuple[float, float, float, float]:
     """(parameters held, parameters trained) over the model's, and bytes of a weight and of a gradient as they travel."""
-    adapters = adapter_share(question)
+    shape = question.shape
+    factors = held(shape, 1, shape.layers, True, True, question.lora_rank, 1, question.lora_targets).factors
+    adapters = count(factors) / shape.parameters
     weight: float = question.element
     gradient: float = 4 if question.precision.endswith("mixed") and not STRATEGIES[way.strategy].zero_stage else weight
     if way.method == "full":

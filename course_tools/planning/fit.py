@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 from course_lib.memory import Breakdown, host_memory
 from course_lib.memory.estimate import breakdown_of
-from course_lib.memory.settings import Run, RunSettings
+from course_lib.memory.settings import RunSettings
 from course_tools.planning.answer import Settings
 from course_tools.planning.question import Question
-from course_tools.planning.table import Way
 
 
 class Needs(NamedTuple):
@@ -44,6 +43,8 @@ def run_settings(question: Question, chosen: Settings) -> RunSettings:
         loss=question.loss,
         compile=question.compile,
         lora_rank=question.lora_rank,
+        lora_targets=question.lora_targets,
+        quantize_experts=question.spares_experts and chosen.method == "qlora",
         ranks=chosen.dp // chosen.copies,  # a machine's copy is all that its GPUs know of
         tensor_parallel=chosen.tp,
         pipeline_parallel=chosen.pp,
@@ -56,8 +57,3 @@ def run_settings(question: Question, chosen: Settings) -> RunSettings:
         reduce_each_micro_batch=chosen.strategy == "fsdp" and chosen.pp == 1,
         virtual_stages=chosen.virtual_stages,
     )
-
-
-def run_of(question: Question, way: Way) -> Run:
-    """What follows from these choices, whatever the grid and the batch."""
-    return run_settings(question, Settings(way.strategy, way.method, offload=way.offload, optimizer=way.optimizer)).run

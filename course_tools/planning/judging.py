@@ -1,9 +1,9 @@
 """What is wrong with somebody's configuration: a product that is not the number of GPUs, a split that does not divide,
-memory that is not there; and what would do."""
+memory that is not there."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from course_lib.choices import AXES, check_choice, why_not_tensor_parallel
@@ -15,7 +15,7 @@ from course_tools.planning.answer import Plan, Refusal, words
 from course_tools.planning.machines import Machines
 from course_tools.planning.question import Question, question
 from course_tools.planning.refusing import refusal
-from course_tools.planning.search import NoVariant, best_of, measured
+from course_tools.planning.search import NoVariant, Search
 from course_tools.planning.space import micro_batch_sizes, way_fault
 from course_tools.planning.table import Way
 
@@ -29,19 +29,10 @@ class Verdict:
     Attributes:
         wrong: what is wrong, a sentence each; empty where it runs as it is.
         plan: the fastest variant of the grid that fits; its figures hold for the GPUs that the grid takes. None: none fits.
-        would: what uses all GPUs, fits, and keeps all axes but one, the fastest first.
     """
 
     wrong: tuple[str, ...]
     plan: Plan | None
-    would: tuple[Plan, ...]
-
-    def __str__(self) -> str:
-        lines = list(self.wrong) or ["Nothing is wrong with it."]
-        if self.wrong and self.would:
-            said = [f"{one} ({one.memory_bytes / GIB:,.1f} GiB a GPU)" for one in self.would]
-            lines.append(f"What would do: {'; '.join(said)}.")
-        return "\n".join(lines)
 
 
 def check_settings(
@@ -70,7 +61,7 @@ def check_settings(
         variant: micro_batch_size, virtual_stages, activation_checkpointing, sequence_parallel where they are given; what
             is not is chosen.
 
-    >>> print(check_settings("gpt3-175b", "49x8xa100-40gb", global_batch=1536, seq_len=2048, strategy="zero1", dp=2, pp=49, tp=2))
+    >>> check_settings("gpt3-175b", "49x8xa100-40gb", global_batch=1536, seq_len=2048, strategy="zero1", dp=2, pp=49, tp=2).wrong
     """
     check_choice("strategy", strategy)
     check_choice("method", method)
@@ -96,9 +87,8 @@ def check_settings(
     if not faults:
         made, tightest = _variant(asked, grid, variant)
     if tightest is not None:
-        short = (tightest.needs - tightest.has) / GIB
-        wrong.append(f"It does not fit, by {short:,.1f} GiB: {tightest.sentence}")
-    return Verdict(tuple(wrong), made, _would(asked, grid, variant) if wrong else ())
+        wrong.append(f"It does not fit, by {tightest.missing / GIB:,.1f} GiB: {tightest.sentence}")
+    return Verdict(tuple(wrong), made)
 
 
 def _product(grid: Grid, gpus: int) -> str:
@@ -141,35 +131,11 @@ def _variant(asked: Question, grid: Grid, fixed: dict[str, Any]) -> tuple[Plan |
             "that is a power of two."
         )
     try:
-        made, found = best_of(asked, grid, **fixed)
+        found = Search(asked, 0, grid, fixed)
     except NoVariant:
         raise ValueError(
             f"No variant of {words(grid)} has {', '.join(f'{name}={fixed[name]}' for name in sorted(fixed))}: virtual stages "
             "must divide the layers and need micro-batches in rounds of PP, and sequence parallelism needs TP."
         ) from None
-    if made is not None:
-        return made, None
-    frugal = found.table.settings(int(found.frugal[0]), asked.precision)
-    return None, refusal(asked, frugal, measured(asked, frugal)[1])
-
-
-def _would(asked: Question, grid: Grid, fixed: dict[str, Any]) -> tuple[Plan, ...]:
-    """All axes but one kept, that one so that the product is the number of GPUs."""
-    found = []
-    for axis in ("tp", "dp", "pp"):
-        rest = grid.size // getattr(grid, axis)
-        if asked.machines.gpus % rest:
-            continue
-        other = replace(grid, **{axis: asked.machines.gpus // rest})
-        if _faults(asked, other):
-            continue
-        try:
-            made, _ = best_of(
-                asked, other, **{name: value for name, value in fixed.items() if name != "virtual_stages"}
-            )
-        except NoVariant:  # this micro-batch, say, does not go with so many ranks
-            continue
-        if made is not None:
-            found.append(made)
-    unique = {one.grid: one for one in found}
-    return tuple(sorted(unique.values(), key=lambda one: one.step_seconds))
+    made = found.fastest()
+    return made, None if made else refusal(found, found.nearest())

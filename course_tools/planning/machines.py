@@ -26,7 +26,7 @@ WIRING: dict[str, tuple[str, str, int]] = {
 }
 OTHERS = ("pcie4", "ethernet-25", 1)
 # Memory of a machine beside that of its cards. DGX A100 and H100: 2 TB beside 640 GB, AWS p4d 1.1 TB beside 320 GB; AWS g5
-# and g4dn with four cards 192 GB beside 96 and 64 GB; of a desktop with a GeForce card 64 GiB in all.
+# and g4dn with four cards 192 GB beside 96 and 64 GB; of a desktop with one or two GeForce cards 64 GiB in all.
 HOST_SHARE, SMALL_HOST_SHARE, DESKTOP = 3, 2, 64 * GIB
 SMALL_CARDS = ("t4", "l4", "a10g", "l40s", "a6000")
 GLOO = Link("gloo on one machine", 100e-6, 0.9e9, "benchmarks/collectives.py on two CPU cores")
@@ -116,18 +116,20 @@ def _read(text: Any) -> Machines:
     if read.card is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // read.per_node
         cpu = Card("cpu", memory, False, CPU_FLOPS, CPU_BANDWIDTH)
-        note = "Seconds on CPU ranks are the order of a laptop's, not a promise."
+        note = "Seconds on CPU ranks are a laptop's order of magnitude."
         return Machines(read.nodes, read.per_node, cpu, GLOO, link("ethernet-10"), 1, memory * read.per_node, note)
-    card, note = read.card, ""
+    card, note, sold_as = read.card, "", read.card.name
     if not card.peak_flops:
         like = _like(card)
+        sold_as = like.name
         card = replace(card, peak_flops=like.peak_flops, bandwidth=like.bandwidth)
-        note = f"Only the memory of {card.name} is known: its speed and links are taken from the {like.name}."
-        inner, outer, links = WIRING.get(like.name, OTHERS)
-    else:
-        inner, outer, links = WIRING.get(card.name, OTHERS)
-    share = SMALL_HOST_SHARE if card.name in SMALL_CARDS else HOST_SHARE
-    host = DESKTOP if card.name.startswith("rtx") else share * card.memory * read.per_node
+        note = (
+            f"Only the memory of {card.name} is known: its speed and the machine around it are those of an {like.name}."
+        )
+    inner, outer, links = WIRING.get(sold_as, OTHERS)
+    share = SMALL_HOST_SHARE if sold_as in SMALL_CARDS else HOST_SHARE
+    desktop = sold_as.startswith("rtx") and read.per_node <= 2
+    host = DESKTOP if desktop else share * card.memory * read.per_node
     return Machines(read.nodes, read.per_node, card, link(inner), link(outer), links or read.per_node, host, note)
 
 

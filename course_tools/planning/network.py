@@ -59,18 +59,12 @@ class Network:
             over = self.inner if self.inside(stride, size) else self.outer
             return Wire(over.latency, 1 / over.bandwidth)
         here = math.gcd(size, max(self.per_node // stride, 1))  # ranks of the group in a node
+        if collective == "all_to_all":  # a rank's own part stays, those for the node and for others travel at once
+            inside, outside = (here - 1) / size / self.inner.bandwidth, (size - here) / size / self.outer.bandwidth
+            return Wire(self.inner.latency if here == size else self.outer.latency, max(inside, outside))
         group = Cluster(here, size // here, self.inner, self.outer, here)
         latency = group.seconds(collective, 0)
         return Wire(latency, (group.seconds(collective, 1e9) - latency) / 1e9)
-
-
-def all_to_all(network: Network, stride: int, size: int) -> Wire:
-    """Of what a rank hands out evenly among all: its own part stays, parts for the node and for others travel at once."""
-    if size == 1:
-        return Wire(0.0, 0.0)
-    here = math.gcd(size, max(network.per_node // stride, 1))
-    inside, outside = (here - 1) / size / network.inner.bandwidth, (size - here) / size / network.outer.bandwidth
-    return Wire(network.inner.latency if here == size else network.outer.latency, max(inside, outside))
 
 
 def _slower(link: Link, share: float) -> Link:

@@ -11,24 +11,28 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from course_lib.choices import LOSSES, METHODS, OFFLOADS, OPTIMIZERS, PRECISIONS, STRATEGIES
+from course_lib.choices import LOSSES, METHODS, OFFLOADS, OPTIMIZERS, PRECISIONS
+from course_lib.collectives.links import LINKS
+from course_lib.memory import CARDS
+from course_lib.memory.breakdown import NINE_OF_TEN_WITHIN as PEAKS_WITHIN
 from course_lib.memory.cards import read_memory
 from course_lib.memory.presets import written_shape
 from course_lib.units import GIB
 from course_lib.validation import pick
-from course_tools.command_line import PROBLEM_FOUND, SUCCESS, ArgumentParser, print_json, reports_errors
+from course_tools.command_line import BAD_INPUT, SUCCESS, ArgumentParser, print_json, reports_errors
 from course_tools.planning import NINE_OF_TEN_WITHIN, Answer, NoPlan, Plan, Settings, plan
 from course_tools.planning.answer import words
-from course_tools.planning.files import TARGETS, targets_of, why_not, write
+from course_tools.planning.files import TARGETS, deepspeed, targets_of, why_not, write
 from course_tools.planning.files.facts import seconds
-from course_tools.planning.machines import machines
-from course_tools.planning.question import HEADROOM
+from course_tools.planning.machines import Machines, machines
+from course_tools.planning.question import HEADROOM, SHARING
+from course_tools.planning.search import ALIKE
 
 AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)([kmbt]?)", re.IGNORECASE)
 THOUSANDS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-HEADER = ("#", "strategy", "grid", "micro-batch", "besides", "GiB", "host GiB", "a step", "MFU", "days")
+HEADER = ("#", "strategy", "grid", "micro x accumulated", "besides", "GiB", "host GiB", "a step", "MFU", "in all")
 BOLD, DIM = "1", "2"
-NUMBERS = ("#", "GiB", "host GiB", "a step", "MFU", "days")  # set to the right
+NUMBERS = ("#", "GiB", "host GiB", "a step", "MFU", "in all")  # set to the right
 
 
 def parser() -> ArgumentParser:
@@ -45,9 +49,22 @@ def parser() -> ArgumentParser:
         help="llama-3.1-8b, a name on the hub, a folder with config.json, or widths: layers=2,hidden=64,heads=4,vocab=256",
     )
     add(
-        "--gpus", required=True, metavar="N x CARD", help="2x24GiB, 8xa100-80gb, 2x8xh100-80gb (2 machines of 8), 2xcpu"
+        "--gpus",
+        required=True,
+        metavar="N x CARD",
+        help=f"2x24GiB, 8xa100-80gb, 2x8xh100-80gb (2 machines of 8), 2xcpu; cards: {', '.join(CARDS)}",
     )
     add("--host-memory", metavar="SIZE", help="a machine's own memory, 64GiB; default what such machines come with")
+    add(
+        "--inside",
+        metavar="LINK",
+        help=f"between the cards of a machine: {', '.join(LINKS)}; default as such machines have",
+    )
+    add(
+        "--between",
+        metavar="LINK",
+        help="of a machine to the others, one for all its cards; 8xroce-400 are eight of them",
+    )
     add(
         "--global-batch",
         type=int,
@@ -57,15 +74,19 @@ def parser() -> ArgumentParser:
     add("--seq-len", type=int, default=2048, metavar="N", help="tokens a sequence; default 2,048")
     add("--tokens", metavar="N", help="of the whole training, such as 300M or 15e12: the plans then say days")
     add("--method", action="append", metavar="M", help=_several(METHODS, "lora and qlora, with --tokens full"))
-    add("--strategy", action="append", metavar="S", help=_several(STRATEGIES, "all"))
+    add("--strategy", action="append", metavar="S", help=_several(SHARING, "all"))
     add("--optimizer", action="append", metavar="O", help=_several(OPTIMIZERS, "adamw, with 8-bit states as well"))
-    add("--offload", action="append", metavar="X", help=_several(OFFLOADS, "all, after what fits without"))
+    add("--offload", action="append", metavar="X", help=_several(OFFLOADS, "each, after what fits without"))
     add("--loss", metavar="L", help=f"{', '.join(LOSSES)}; default eager")
     add("--precision", metavar="P", help=f"{', '.join(PRECISIONS)}; default the best of the card")
     add("--top", type=int, default=4, metavar="N", help="plans to show of each method; default 4")
     add("--write", metavar="TARGET", help=f"the files of the best plan that TARGET can run: {', '.join(TARGETS)}")
     add("--out", default="plan", metavar="DIR", help="folder for them; default plan")
-    add("--base-model", metavar="MODEL", help="folder or name on the hub, where --model is none that is known there")
+    add(
+        "--base-model",
+        metavar="MODEL",
+        help="folder or name on the hub to load the weights from, where --model names none",
+    )
     add("--json", action="store_true", help="everything as JSON, sizes in bytes")
     return made
 
@@ -76,13 +97,13 @@ def _several(names: Iterable[str], default: str) -> str:
 
 @reports_errors
 def main(argv: Sequence[str]) -> int:
-    """Print ranked plans. Returns 0; 1 if nothing fits; 2 after one sentence on stderr when the input means nothing."""
+    """Print ranked plans. Returns 0; 2 after one sentence on stderr if nothing fits or the input means nothing."""
     given = parser().parse_args(argv)
     if given.write is not None:
         pick("--write", given.write, TARGETS)
     try:
         host = None if given.host_memory is None else read_memory(given.host_memory)
-        on = machines(given.gpus, host_memory=host)
+        on = machines(given.gpus, inner=given.inside, host_memory=host, **_between(given.between))
         given.base_model = given.base_model or (
             given.model if "/" in given.model or os.path.exists(given.model) else None
         )
@@ -90,15 +111,18 @@ def main(argv: Sequence[str]) -> int:
         written = _written(answer, given) if given.write else []
     except NoPlan as nothing:
         print_json(_nothing(nothing)) if given.json else print(nothing, file=sys.stderr)
-        return PROBLEM_FOUND
+        return BAD_INPUT
     if given.json:
-        print_json(as_dict(answer) | {"written": written})
+        print_json(as_dict(answer, given.base_model) | {"written": written})
     else:
         print("\n".join([table(answer), *([""] + written if written else _offer(answer, given))]))
     return SUCCESS
 
 
 def _question(given: argparse.Namespace) -> dict[str, Any]:
+    for flag, known in (("method", METHODS), ("strategy", SHARING), ("optimizer", OPTIMIZERS), ("offload", OFFLOADS)):
+        for value in getattr(given, flag) or ():
+            pick(f"--{flag}", value, list(known))
     if given.top < 1:
         raise ValueError(f"--top {given.top}: give a whole number of at least 1.")
     return {
@@ -113,6 +137,14 @@ def _question(given: argparse.Namespace) -> dict[str, Any]:
         "precision": given.precision,
         "keep": given.top,
     }
+
+
+def _between(text: str | None) -> dict[str, Any]:
+    """roce-400, 8xroce-400."""
+    if text is None:
+        return {}
+    number, name = re.fullmatch(r"(?:(\d+)\s*x\s*)?(.*)", text.strip()).groups()
+    return {"outer": name, "outer_links": int(number or 1)}
 
 
 def _amount(text: str | None) -> float | None:
@@ -131,13 +163,15 @@ def table(answer: Answer) -> str:
     room = best.machines.card.memory / GIB
     rows = [_row(number, one) for number, one in enumerate(answer.plans, 1)]
     shown = [
-        i for i, name in enumerate(HEADER) if name not in ("days", "besides", "host GiB") or any(row[i] for row in rows)
+        i
+        for i, name in enumerate(HEADER)
+        if name not in ("in all", "besides", "host GiB") or any(row[i] for row in rows)
     ]
     widths = {i: max(len(line[i]) for line in (HEADER, *rows)) for i in shown}
     lines = [
         f"{best.model.name}, {best.model.parameters / 1e9:,.3g} billion parameters, on {best.machines} "
-        f"({room:,.1f} GiB each, {best.machines.host_memory / GIB:,.0f} GiB a machine"
-        f"{', assumed' if best.machines.host_assumed else ''})",
+        f"({room:,.1f} GiB each; a machine's own memory {best.machines.host_memory / GIB:,.0f} GiB"
+        f"{', assumed' if best.machines.host_assumed else ''}{_links(best.machines)})",
         f"a step: {best.global_batch:,} sequences of {best.seq_len:,} tokens, {best.precision}"
         + (f" ({answer.batch_note})" if answer.batch_note else ""),
         *answer.notes,
@@ -150,14 +184,21 @@ def table(answer: Answer) -> str:
             lines += [_styled(f"{'':{widths[0]}}  limited by {one.limit}", DIM)]
     lines += [
         "",
-        f"Steps within a third of the fastest are alike, and the simplest comes first: nine of ten published ones are "
-        f"predicted within {NINE_OF_TEN_WITHIN:.0%}. {HEADROOM:.0%} of a card stays free.",
+        f"Steps within {ALIKE:.0%} of the fastest are alike, and the simplest comes first: nine of ten published ones are "
+        f"predicted within {NINE_OF_TEN_WITHIN:.0%}, of published peaks of memory nine of ten within {PEAKS_WITHIN:.0%}. "
+        f"{HEADROOM:.0%} of a card stays free; where a plan fills the rest, try one step first.",
     ]
     if answer.refused:
         lines += ["", "did not fit", *(f"  {one.sentence}" for one in answer.refused)]
     return "\n".join(
-        [*lines, "", f"{answer.searched:,} configurations estimated in {seconds(answer.seconds)}; none was run."]
+        [*lines, "", f"{answer.searched:,} configurations compared in {seconds(answer.seconds)}; none was run."]
     )
+
+
+def _links(on: Machines) -> str:
+    """What connects the cards, where there are several."""
+    inside = f"; {on.inner.name} inside" if on.per_node > 1 else ""
+    return inside + (f"; {on.outer_links} x {on.outer.name} to the others" if on.nodes > 1 else "")
 
 
 def _row(number: int, one: Plan) -> tuple[str, ...]:
@@ -179,8 +220,15 @@ def _row(number: int, one: Plan) -> tuple[str, ...]:
         f"{one.host / GIB:,.1f}" if one.host else "",
         seconds(one.step_seconds),
         f"{one.mfu:.1%}",
-        "" if one.days is None else f"{one.days:,.3g}",
+        "" if one.days is None else _long(one.days),
     )
+
+
+def _long(days: float) -> str:
+    """Hours below two days, years above two of those."""
+    if days < 2:
+        return f"{24 * days:,.3g} h"
+    return f"{days:,.3g} days" if days < 2 * 365 else f"{days / 365:,.3g} years"
 
 
 def _styled(line: str, style: str) -> str:
@@ -233,14 +281,15 @@ def _written(answer: Answer, given: argparse.Namespace) -> list[str]:
         reason = why_not(one, given.write, base_model=given.base_model)
         if not reason:
             paths = write(one, given.write, given.out, base_model=given.base_model)
-            return [*lines, *(f"wrote {path}: plan {number}, {one}" for path in paths)]
+            lines += [f"wrote {path}: plan {number}, {one}" for path in paths]
+            return lines + (deepspeed.notes(one) if given.write == "deepspeed" else [])
         lines.append(f"plan {number} is not for {given.write}: {reason}")
     raise ValueError(
         f"None of these plans is for {given.write}: {lines[0].split(': ', 1)[1]} --top N looks at more of them."
     )
 
 
-def as_dict(answer: Answer) -> dict[str, Any]:
+def as_dict(answer: Answer, base_model: str | None) -> dict[str, Any]:
     """For JSON: bytes, seconds, shares."""
     best = answer.best
     return {
@@ -261,7 +310,7 @@ def as_dict(answer: Answer) -> dict[str, Any]:
                 "mfu": one.mfu,
                 "days": one.days,
                 "limit": one.limit,
-                "targets": targets_of(one),
+                "targets": targets_of(one, base_model=base_model),
             }
             for one in answer.plans
         ],
@@ -281,4 +330,9 @@ def _settings(one: Settings) -> dict[str, Any]:
 
 
 def _nothing(nothing: NoPlan) -> dict[str, Any]:
-    return {"plans": [], "sentence": str(nothing), "missing_bytes": nothing.missing, "would": list(nothing.would)}
+    return {
+        "plans": [],
+        "sentence": str(nothing),
+        "missing_bytes": nothing.nearest.missing,
+        "would": list(nothing.would),
+    }

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from course_lib.choices import ACTIVATION_CHECKPOINTING
+from course_lib.choices import ACTIVATION_CHECKPOINTING, check_choice
 from course_lib.memory import Shape
 from course_lib.parallel.grid import Grid
 from course_tools.planning.answer import NoPlan, Plan, Settings
@@ -38,6 +38,7 @@ def procedure(
         strategy: how data-parallel ranks share, as of `plan`; the talk that tells the procedure uses ZeRO-1.
         choices: global_batch, seq_len, precision, attention, tokens, constants as of `plan`.
     """
+    check_choice("strategy", strategy)
     asked = question(model, cluster, methods=(method,), strategies=(strategy,), **choices)
     tried: list[Plan] = []
     best = _walk(asked, "none", asked.machines.gpus + 1, tried)
@@ -47,10 +48,7 @@ def procedure(
     if best is None:
         raise NoPlan(
             f"The procedure finds nothing that fits {asked.machines} for {asked.shape.name} by {strategy}: ask plan(), which "
-            "knows sharded parameters and offload, too.",
-            0,
-            None,
-            (),
+            "knows sharded parameters and offload, too."
         )
     return Procedure(best, tuple(tried))
 

@@ -44,7 +44,6 @@ class Question:
     optimizers: tuple[str, ...] = SEARCHED_OPTIMIZERS
     axes: tuple[str, ...] = AXES
     sequence_parallel: bool = True
-    interleave: bool = True
     precision: str = ""
     attention: str = "flash"
     loss: str = "eager"
@@ -59,6 +58,15 @@ class Question:
     def element(self) -> int:
         """Bytes of an activation."""
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def spares_experts(self) -> bool:
+        """Adapters beside attention alone, experts in NF4 under QLoRA: PEFT would copy the experts' weights to adapt them."""
+        return self.shape.experts is not None and not self.shape.experts.bias
+
+    @property
+    def lora_targets(self) -> str:
+        return "attention" if self.spares_experts else "all"
 
     @property
     def room(self) -> int:
@@ -100,9 +108,16 @@ def question(model: Any, cluster: str | Machines, **asked: Any) -> Question:
     check_counts(seq_len=asked["seq_len"])
     check_length(shape, asked["seq_len"])
     if "global_batch" not in asked:
-        asked["global_batch"], asked["batch_note"] = chosen_batch(shape, on.gpus, asked["seq_len"], "tokens" in asked)
+        shares = set(asked["methods"]) - {"qlora"} and {"cp", "pp"} & set(asked.get("axes", AXES))
+        asked["global_batch"], asked["batch_note"] = chosen_batch(
+            shape, on.gpus, asked["seq_len"], "tokens" in asked, bool(shares)
+        )
     found = Question(shape, on, **asked)
     check_counts(global_batch=found.global_batch, lora_rank=found.lora_rank)
+    if found.tokens is not None and found.tokens < found.global_batch * found.seq_len:
+        raise ValueError(
+            f"tokens={found.tokens:,.0f} are less than one step, which takes {found.global_batch * found.seq_len:,}."
+        )
     if not 0 <= found.headroom < 1:
         raise ValueError(f"headroom={found.headroom}: give the share of a card that stays free, from 0 up to 1.")
     pick("precision", found.precision, PRECISIONS)
@@ -113,8 +128,10 @@ def question(model: Any, cluster: str | Machines, **asked: Any) -> Question:
     return found
 
 
-def chosen_batch(shape: Shape, gpus: int, seq_len: int, pretraining: bool) -> tuple[int, str]:
+def chosen_batch(shape: Shape, gpus: int, seq_len: int, pretraining: bool, shares: bool) -> tuple[int, str]:
     """Sequences of a step that the GPUs share out evenly, and a sentence that says why so many.
+
+    Where several GPUs may work on one sequence (`shares`), there can be fewer sequences than GPUs.
 
     Fine-tuning takes FINE_TUNING tokens. Pretraining takes more for larger models: half a million at 125 million
     parameters, growing with their fourth root, which meets table 2.1 of GPT-3 (arXiv:2005.14165: 3.2 million at 175
@@ -122,7 +139,7 @@ def chosen_batch(shape: Shape, gpus: int, seq_len: int, pretraining: bool) -> tu
     """
     budget = 0.5e6 * (shape.parameters / 125e6) ** 0.25 if pretraining else FINE_TUNING
     wanted = budget / seq_len
-    if gpus > MOST_FACTOR * wanted:  # then several GPUs must share a sequence
+    if shares and gpus > MOST_FACTOR * wanted:
         batch = max(n for n in range(1, int(MOST_FACTOR * max(wanted, 0.25)) + 1) if gpus % n == 0)
     else:
         batch = gpus * 2 ** max(round(math.log2(wanted / gpus)), 0)

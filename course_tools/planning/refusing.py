@@ -3,97 +3,82 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from course_lib.choices import OFFLOADS, STRATEGIES
 from course_lib.memory import CARDS
+from course_lib.memory.cards import PER_MACHINE
 from course_lib.units import GIB
-from course_tools.planning.answer import NoPlan, Refusal, Settings
-from course_tools.planning.fit import Needs
+from course_tools.planning.answer import NoPlan, Plan, Refusal
+from course_tools.planning.files.facts import seconds
 from course_tools.planning.question import Question
 from course_tools.planning.search import Search
 
 FIRST = 3
-TRIED = 40  # the most frugal kinds that are estimated to say by how much nothing fits
-MOST_GPUS = 65_536
+MOST_GPUS, MOST_HOST = 65_536, 8192 * GIB
 
 
 def refusals(found: Search) -> list[Refusal]:
     """Of each method and strategy the fastest grid of which no variant fits; the first three of those."""
-    table, room = found.table, found.asked.room
-    kinds = table.way * len(table.grids) + table.grid
-    may = np.zeros(len(table.ways) * len(table.grids), dtype=bool)
-    may[kinds[found.least <= room]] = True
-    for row, need in found.checked.items():  # some may by the bound, and do not by the estimate
-        if need.fits(found.asked):
-            may[kinds[row]] = True
+    table = found.table
     made: list[Refusal] = []
     seen: set[tuple] = set()
-    for row in found.order.tolist():
-        way = table.ways[table.way[row]]
-        if way.family in seen or may[kinds[row]]:
+    kinds, first = np.unique(found.kinds[found.order], return_index=True)
+    for kind in kinds[np.argsort(first)].tolist():
+        family, row = table.ways[kind // len(table.grids)].family, found.least(kind)
+        if family in seen or found.needs(row).fits(found.asked):
             continue
-        frugal = int(found.frugal[np.argmax(kinds[found.frugal] == kinds[row])])
-        seen.add(way.family)
-        made.append(refusal(found.asked, table.settings(frugal, found.asked.precision), found.needs(frugal)))
+        seen.add(family)
+        made.append(refusal(found, row))
         if len(made) == FIRST:
             break
     return made
 
 
-def refusal(asked: Question, chosen: Settings, need: Needs) -> Refusal:
+def refusal(found: Search, row: int) -> Refusal:
     """The sentence of a setting that does not fit."""
-    host = need.memory.device <= asked.room
-    required, has = (need.host, asked.machines.host_memory) if host else (need.memory.device, asked.room)
-    if host:
-        why = "the model on its way to the cards, or what they offload"
-        where = f"a node's memory of {has / GIB:,.0f} GiB{' (assumed)' if asked.machines.host_assumed else ''}"
-    else:
-        parts = dict(need.memory.at_peak)
-        parts["buckets, gathered weights and gradients not yet reduced"] = parts.pop("temporaries")
-        largest = sorted(parts, key=parts.__getitem__, reverse=True)[:2]
-        why = " and ".join(f"{name} alone {parts[name] / GIB:,.1f} GiB" for name in largest)
-        free = f", with {asked.headroom:.0%} left free" if asked.headroom else ""
-        where = f"a card's {has / GIB:,.1f} GiB{free}"
-    sentence = f"{str(chosen)[0].upper()}{str(chosen)[1:]}: needs {required / GIB:,.1f} GiB of {where}; {why}."
-    return Refusal(chosen, required, has, sentence, "host" if host else "GPU")
+    asked, need = found.asked, found.needs(row)
+    chosen = found.table.settings(row, asked.precision)
+    card, host = (need.memory.device, asked.room), (need.host, asked.machines.host_memory)
+    on_host = host[0] / host[1] > card[0] / card[1]
+    required, has = host if on_host else card
+    parts = dict(need.memory.at_peak)
+    parts["buckets, gathered weights and gradients not yet reduced"] = parts.pop("temporaries")
+    largest = sorted(parts, key=parts.__getitem__, reverse=True)[:2]
+    why = " and ".join(f"{name} alone {parts[name] / GIB:,.1f} GiB" for name in largest)
+    free = f", with {asked.headroom:.0%} left free" if asked.headroom else ""
+    assumed = " (assumed)" if asked.machines.host_assumed else ""
+    short = {
+        f"{card[0] / GIB:,.2f} GiB of a card's {card[1] / GIB:,.2f} GiB{free} ({why})": card,
+        f"{host[0] / GIB:,.1f} GiB of a machine's own {host[1] / GIB:,.1f} GiB{assumed}": host,
+    }
+    needs = " and ".join(text for text, (much, room) in short.items() if much > room)
+    sentence = f"{str(chosen)[0].upper()}{str(chosen)[1:]}: needs {needs}."
+    return Refusal(chosen, required, has, sentence, "host" if on_host else "GPU")
 
 
 def nothing_fits(found: Search) -> NoPlan:
-    """By how much the most frugal way misses, and what would fit."""
+    """By how much the way that comes nearest misses, and what would fit."""
     asked = found.asked
-    nearest: tuple[int, Refusal] | None = None
-    kinds = found.table.way * len(found.table.grids) + found.table.grid
-    seen: set[int] = set()
-    for row in found.frugal.tolist():
-        if kinds[row] in seen:
-            continue
-        seen.add(int(kinds[row]))
-        one = refusal(asked, found.table.settings(row, asked.precision), found.needs(row))
-        miss = one.needs - one.has
-        if nearest is None or miss < nearest[0]:
-            nearest = (miss, one)
-        if len(seen) == TRIED:
-            break
-    assert nearest is not None
-    miss, one = nearest
-    would = what_would(asked)
-    place = "GPU" if one.where == "GPU" else "node"
+    one, would = refusal(found, found.nearest()), what_would(asked)
     sentence = (
         f"{asked.shape.name} cannot be trained on {asked.machines} with global_batch={asked.global_batch} and "
-        f"seq_len={asked.seq_len}: the most frugal way ({one.settings}) needs {one.needs / GIB:,.1f} GiB a {place} of "
-        f"{one.has / GIB:,.1f}, {miss / GIB:,.1f} GiB too much. "
+        f"seq_len={asked.seq_len}. What comes nearest misses by {one.missing / GIB:,.2f} GiB. {one.sentence} "
         + (f"What would fit: {'; '.join(would)}." if would else "Nothing near it would: take a smaller model.")
     )
-    return NoPlan(sentence, miss, one, would)
+    return NoPlan(sentence, one, would)
 
 
 def what_would(asked: Question) -> tuple[str, ...]:
-    """A loss that keeps no logits, QLoRA or offload where they were left out, more cards, a larger card: each is searched."""
+    """Each is searched: a loss that keeps no logits, QLoRA or offload where they were left out, more memory, more cards."""
     found = []
     if asked.loss == "eager" and _fits(replace(asked, loss="fused")):
-        found.append("a loss that keeps no logits (loss='fused')")
+        found.append("a loss that keeps no logits (loss: fused)")
+    host = replace(asked, machines=replace(asked.machines, host_memory=MOST_HOST))
+    if not asked.machines.cpu and (plans := _plans(host)):
+        found.append(f"{plans[0].host / GIB:,.0f} GiB of a machine's own memory")
     if "qlora" not in asked.methods and _fits(replace(asked, methods=("qlora",))):
         found.append("QLoRA")
     elif asked.methods == ("full",) and _fits(replace(asked, methods=("lora",))):
@@ -112,11 +97,42 @@ def what_would(asked: Question) -> tuple[str, ...]:
     return tuple(found)
 
 
+def helps(found: Search) -> list[str]:
+    """What is not searched unasked and would spare the first plan of a method offload, 8-bit states, or all but its data axis."""
+    asked, said = found.asked, []
+    changes: dict[str, dict[str, Any]] = {}
+    if asked.loss == "eager":
+        changes["a loss that keeps no logits (loss: fused)"] = {"loss": "fused"}
+    if asked.optimizers[0] == "adamw" and not asked.machines.cpu:
+        changes["8-bit states (optimizer: adamw8bit)"] = {"optimizers": ("adamw8bit",)}
+    for words, change in changes.items():
+        for first in {one.method: one for one in reversed(found.plans)}.values():
+            if "optimizers" in change and first.method != "full":
+                continue
+            spared = _spared(asked, first)
+            plans = spared and _plans(replace(asked, **{"methods": (first.method,)} | spared | change))
+            least = 1 if "optimizers" in change else 0  # 8-bit states are a last resort themselves
+            if plans and found.simplicity(plans[0])[least:] < found.simplicity(first)[least:]:
+                cost = f"{plans[0].memory_bytes / GIB:,.1f} GiB, {seconds(plans[0].step_seconds)} a step"
+                said.append(f"With {words}: {plans[0]}; {cost}.")
+                break
+    return said
+
+
+def _spared(asked: Question, plan: Plan) -> dict[str, tuple[str, ...]]:
+    """What to ask for to do without the hardest thing that a plan needs."""
+    if plan.offload != "none":
+        return {"offload": ("none",)}
+    if plan.optimizer != asked.optimizers[0]:
+        return {"optimizers": asked.optimizers[:1]}
+    return {"axes": ("dp",)} if max(plan.tp, plan.pp, plan.cp) > 1 else {}
+
+
 def _more_cards(asked: Question) -> int:
     """The first doubling that fits: nodes of up to 8 cards, then more nodes."""
     on = asked.machines
     while on.gpus * 2 <= min(MOST_GPUS, 1024 * asked.machines.gpus):
-        if on.nodes == 1 and on.per_node * 2 <= 8:
+        if on.nodes == 1 and on.per_node * 2 <= PER_MACHINE:
             on = replace(on, per_node=2 * on.per_node, host_memory=2 * on.host_memory)
         else:
             on = replace(on, nodes=2 * on.nodes)
@@ -129,7 +145,11 @@ def _fits(asked: Question) -> bool:
     """Whether anything fits; a plain strategy asked for on one GPU may need a sharded one on several."""
     if asked.machines.gpus > 1 and asked.strategies == ("single",):
         asked = replace(asked, strategies=tuple(STRATEGIES))
+    return bool(_plans(asked))
+
+
+def _plans(asked: Question) -> list[Plan]:
     try:
-        return bool(Search(asked, 1).plans)
-    except ValueError:
-        return False
+        return Search(asked, 1).plans
+    except ValueError:  # nothing of that goes together
+        return []

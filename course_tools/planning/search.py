@@ -1,8 +1,7 @@
-"""The search behind `plan`: which settings are the fastest of those that fit, and among equals the simplest.
+"""The search behind `plan`: of the settings that fit, the simplest of those that are about as fast as the fastest.
 
-Every setting is timed, which is quick (`costs`); then, the fastest first, those that may fit are held against
-`course_lib.memory.estimate` until there are enough. So nothing that is much slower than the answer is ever estimated, and
-nothing that is faster is left out: `bounds` only removes what cannot fit.
+Every setting is timed, which is quick (`costs`); then, the fastest first, they are held against `course_lib.memory.estimate`
+until there are enough. Of a strategy on a grid the variants that need least are looked at first: where they do not fit, none does.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ import numpy as np
 from course_lib.choices import ACTIVATION_CHECKPOINTING
 from course_lib.parallel.grid import Grid
 from course_tools.planning.answer import Plan, Settings
-from course_tools.planning.bounds import least_bytes
+from course_tools.planning.constants import NINE_OF_TEN_WITHIN
 from course_tools.planning.costs import model_flops, step_parts
+from course_tools.planning.files import targets_of
 from course_tools.planning.fit import Needs, needs
 from course_tools.planning.limits import limit_of
 from course_tools.planning.question import Question
@@ -26,21 +26,14 @@ from course_tools.planning.space import table as whole_space
 from course_tools.planning.table import Table, Way, table_of, way_of
 
 DAY = 86_400  # seconds
-# Steps that differ by less than a third are alike: the model cannot tell them apart (nine of ten published ones are predicted
-# within 29 %), and a third is what people pay for a simpler set-up when they checkpoint whole blocks.
+# Steps that differ by less than a third are alike: nine of ten published ones are predicted within NINE_OF_TEN_WITHIN.
 ALIKE = 1 / 3
+assert ALIKE > NINE_OF_TEN_WITHIN
 VARIANTS_ALIKE = 0.02  # variants of one plan share most of that error
+SLACK = 0.01  # a variant may need so much less than the one that keeps least
 EFFORT = {"single": 0, "ddp": 1, "zero1": 2, "zero2": 2.5, "fsdp": 3, "zero3": 3.5}
-MORE_EFFORT = {
-    "paged_adamw8bit": 1,
-    "shard": 1,
-    "tp": 8,
-    "unwritten": 4,  # no target writes it: somebody has to program it
-    "cp": 12,
-    "ep": 14,
-    "pp": 16,
-    "all": 8,
-}
+MORE_EFFORT = {"paged_adamw8bit": 1, "shard": 1, "tp": 8, "cp": 12, "ep": 14, "pp": 16, "all": 8}
+UNWRITTEN = 4  # no target writes it: somebody has to program it
 
 
 def effort(way: Way, grid: Grid) -> float:
@@ -48,21 +41,7 @@ def effort(way: Way, grid: Grid) -> float:
     used = [name for name in ("tp", "cp", "ep", "pp") if getattr(grid, name) > 1]
     used += [name for name in (way.optimizer, way.offload) if name in MORE_EFFORT]
     used += ["shard"] if way.shard else []
-    tensor = grid.tp > 1 and not (way.strategy == "fsdp" and way.method == "full" and not way.shard)
-    used += ["unwritten"] if tensor or max(grid.cp, grid.pp, grid.ep) > 1 else []
     return EFFORT[way.strategy] + sum(MORE_EFFORT[name] for name in used)
-
-
-def best_of(asked: Question, grid: Grid, **fixed: Any) -> tuple[Plan | None, Search]:
-    """The fastest variant of one grid that fits, or None; and the search behind it.
-
-    Args:
-        grid: need not use the GPUs of the question.
-        fixed: micro_batch_size, num_microbatches, virtual_stages, activation_checkpointing, sequence_parallel where they
-            are given.
-    """
-    found = Search(asked, 1, grid=grid, fixed=fixed)
-    return min(found.plans, key=lambda one: one.step_seconds, default=None), found
 
 
 def _same(table: Table, fixed: Mapping[str, Any]) -> np.ndarray:
@@ -89,20 +68,21 @@ class Search:
     """One search, with what it saw on the way.
 
     Attributes:
-        asked: the question. table, parts, times, least: every setting, its seconds by part, their sum, and the bytes that
-            it needs at least. order: rows, the fastest first.
-        plans, grids: as of `Answer`. checked: row -> what `estimate` says of it. estimated: how many those are.
+        asked: the question. table, parts, times: every setting, its seconds by part, and their sum. order: rows, the fastest
+            first. kinds: of each row, a number that variants of one plan share.
+        plans: as of `Answer`. checked: row -> what `estimate` says of it.
     """
 
     def __init__(
-        self,
-        asked: Question,
-        keep: int,
-        prune: bool = True,
-        grid: Grid | None = None,
-        fixed: Mapping[str, Any] | None = None,
+        self, asked: Question, keep: int, grid: Grid | None = None, fixed: Mapping[str, Any] | None = None
     ) -> None:
-        """Search. `keep` and `prune` as of `plan`; `grid` and `fixed` leave out all others, see `best_of`."""
+        """Search for `keep` plans of each method; 0 leaves it at the times.
+
+        Args:
+            grid: leaves out all others; it need not use the GPUs of the question.
+            fixed: micro_batch_size, num_microbatches, virtual_stages, activation_checkpointing, sequence_parallel where they
+                are given.
+        """
         self._start = time.perf_counter()
         self.asked = asked
         self.table = whole_space(asked, None if grid is None else [grid])
@@ -112,35 +92,50 @@ class Search:
                 raise NoVariant("No setting of the question has these values together.")
         self.parts = step_parts(asked, self.table)
         self.times = sum(self.parts.values())
-        self.least = least_bytes(asked, self.table)
         self.order = np.argsort(self.times, kind="stable")
         self.kinds = self.table.way * len(self.table.grids) + self.table.grid
         self.checked: dict[int, Needs] = {}
-        may_fit = self.least <= asked.room if prune else np.ones(len(self.table), dtype=bool)
-        self._grids: dict[Grid, float] = {}
         found = []
-        for method in asked.methods:
+        for method in asked.methods if keep else ():
             plans: list[Plan] = []
             for last_resort in range(3):
                 wanted = [way.method == method and self._last_resort(way) == last_resort for way in self.table.ways]
-                rows = may_fit & np.array(wanted, dtype=bool)[self.table.way]
+                rows = np.array(wanted, dtype=bool)[self.table.way]
                 plans = plans or self._best(self.order[rows[self.order]].tolist(), keep)
-            found.append(plans)
-        found.sort(
-            key=lambda plans: self._simplicity(plans[0]) if plans else ()
-        )  # the method with the simplest best plan
+            found += [plans] if plans else []
+        fastest = min((plans[0].step_seconds for plans in found), default=0.0)
+        found.sort(key=lambda plans: (*self.simplicity(plans[0]), plans[0].step_seconds > (1 + ALIKE) * fastest))
         self.plans = [one for plans in found for one in plans]
-        self.grids = sorted(self._grids, key=self._grids.__getitem__)[:keep]
+
+    def fastest(self) -> Plan | None:
+        """The fastest setting that fits."""
+        fit = (row for row in self.order.tolist() if self.needs(row).fits(self.asked))
+        row = next(fit, None)
+        return None if row is None else self.plan(row)
 
     @cached_property
-    def frugal(self) -> np.ndarray:
-        """Rows, those that need least first; where the bound is the same, those that keep fewer activations."""
+    def frugal(self) -> dict[int, tuple[int, int]]:
+        """Of each kind the rows that keep least, in the smallest micro-batches and in the largest, which are fewest."""
         table = self.table
-        return np.lexsort((table.b, table.v, ~table.split, -table.kept, self.least))
+        found = []
+        for b in (table.b, -table.b):
+            order = np.lexsort((b, table.v, ~table.split, -table.kept, self.kinds))
+            kinds, first = np.unique(self.kinds[order], return_index=True)
+            found.append(order[first].tolist())
+        return dict(zip(kinds.tolist(), zip(*found, strict=True), strict=True))
 
-    @property
-    def estimated(self) -> int:
-        return len(self.checked)
+    def least(self, kind: int) -> int:
+        """The row of a kind that comes nearest to fitting."""
+        return min(self.frugal[kind], key=self.share)
+
+    def nearest(self) -> int:
+        """The row that comes nearest of all."""
+        return min(map(self.least, self.frugal), key=self.share)
+
+    def share(self, row: int) -> float:
+        """How much a row needs of the memory that it may take, on the card or on the host, wherever that is more."""
+        need, asked = self.needs(row), self.asked
+        return max(need.memory.device / asked.room, need.host / asked.machines.host_memory)
 
     def seconds(self) -> float:
         return time.perf_counter() - self._start
@@ -155,34 +150,39 @@ class Search:
         """What changes the training or needs the host is for what does not fit without: 8-bit states 1, offload 2."""
         return 2 if way.offload != "none" else int(way.optimizer not in (self.asked.optimizers[0], "adamw"))
 
-    def _simplicity(self, plan: Plan) -> tuple[float, ...]:
+    def simplicity(self, plan: Plan) -> tuple[float, ...]:
+        """What a plan asks for, to be compared: last resorts, then effort."""
         way = way_of(plan)
-        return self._last_resort(way), effort(way, plan.grid)
+        return self._last_resort(way), effort(way, plan.grid) + self._unwritten(plan)
+
+    def _unwritten(self, plan: Plan) -> int:
+        return 0 if targets_of(plan, base_model="a model") else UNWRITTEN
 
     def _best(self, rows: list[int], keep: int) -> list[Plan]:
         """`rows`, fastest first: those of which there are enough, in groups whose times are alike, the simplest first."""
         table = self.table
         efforts: dict[tuple, float] = {}  # of what is there already: anything later and no simpler has no use
         groups: list[list[tuple[float, float, int]]] = []
-        count, seen, grids = 0, set(), set()
+        count, seen = 0, set()
         for row in rows:
             kind, seconds = int(self.kinds[row]), float(self.times[row])
             new_group = not groups or seconds > (1 + ALIKE) * groups[-1][0][1]
-            if new_group and count >= keep and len(grids) >= min(keep, len(table.grids)):
+            if new_group and count >= keep:
                 break
-            if kind in seen:
-                continue
             way, grid = table.ways[table.way[row]], table.grids[table.grid[row]]
             cost, family = effort(way, grid), (way.family, grid)
-            if efforts.get(family, np.inf) <= cost or not self.needs(row).fits(self.asked):
+            if kind in seen or efforts.get(family, np.inf) <= cost:
+                continue
+            if self.share(self.least(kind)) > 1 + SLACK:
+                seen.add(kind)
+                continue
+            if not self.needs(row).fits(self.asked):
                 continue
             seen.add(kind)
             efforts[family] = cost
             if new_group:
                 groups.append([])
-            groups[-1].append((cost, seconds, row))
-            grids.add(grid)
-            self._grids[grid] = min(seconds, self._grids.get(grid, np.inf))
+            groups[-1].append((cost + self._unwritten(self.plan(row)), seconds, row))
             count += 1
         chosen = [row for group in groups for _, _, row in sorted(group)][:keep]
         if chosen and keep > 1 and groups[0][0][2] not in chosen:
@@ -234,6 +234,7 @@ def made_plan(asked: Question, chosen: Settings, need: Needs, parts: dict[str, f
         lora_rank=asked.lora_rank,
         attention=asked.attention,
         loss=asked.loss,
+        compile=asked.compile,
     )
 
 

@@ -68,7 +68,9 @@ def ways(question: Question) -> list[Way]:
     """
     cpu, nodes = question.machines.cpu, question.machines.nodes
     found, reasons = [], []
-    optimizers = [name for name in question.optimizers if "8bit" not in name or not cpu] or ["adamw"]
+    optimizers = [name for name in question.optimizers if "8bit" not in name or not cpu]
+    if not optimizers:
+        raise ValueError("Ranks on a CPU have no 8-bit optimizer: take optimizer='adamw'.")
     for method, strategy, offload in itertools.product(question.methods, question.strategies, question.offload):
         if cpu and offload != "none":
             reasons.append("Ranks on a CPU have nothing to offload: take offload='none'.")
@@ -122,7 +124,7 @@ def micro_batch_sizes(sequences: int) -> tuple[int, ...]:
 
 def virtual_stages(question: Question, pp: int, m: int) -> tuple[int, ...]:
     """Stages per rank: interleaving needs micro-batches in rounds of `pp`, and a layer for each stage."""
-    if pp == 1 or m % pp or not question.interleave:
+    if pp == 1 or m % pp:
         return (1,)
     return tuple(v for v in VIRTUAL_STAGES if pp * v <= question.shape.layers)
 
@@ -156,7 +158,10 @@ def table(question: Question, only: list[Grid] | None = None) -> Table:
     rows = np.concatenate(columns, axis=1)
     grid, way, b, m, v, kept_row, split = rows
     if not len(way):
-        raise ValueError(next(filter(None, (way_fault(one, all_grids[0]) for one in all_ways))))
+        reasons = (way_fault(one, all_grids[0]) for one in all_ways)
+        raise ValueError(
+            next(filter(None, reasons), "hsdp has no room here for several copies of the model: take fsdp.")
+        )
     return Table(all_ways, all_grids, way, grid, b, m, v, kept_row, split.astype(bool))
 
 

@@ -52,6 +52,9 @@ def write(plan: Plan, target: str, folder: str | os.PathLike[str], *, base_model
     place = Path(folder)
     if place.exists() and not place.is_dir():
         raise ValueError(f"{str(folder)!r} is a file: name a folder for the plan's files.")
+    for name, text in texts.items():
+        if (place / name).exists() and (place / name).read_text(encoding="utf-8") != text:
+            raise ValueError(f"{place / name} is there already, with something else in it: name another folder.")
     place.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (place / name).write_text(text, encoding="utf-8")

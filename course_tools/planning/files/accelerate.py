@@ -53,8 +53,19 @@ def _script(plan: Plan) -> list[str]:
     if checkpointing != "none" and not (fsdp and checkpointing == "full"):
         program = "course_lib.training.activation_checkpointing.set_checkpointing"
         besides.append(f"{program}(model, {checkpointing!r})")
+    if plan.precision in ("bf16", "fp32"):
+        besides.append(
+            f"the model loaded with dtype={'torch.bfloat16' if plan.precision == 'bf16' else 'torch.float32'}"
+        )
+    if plan.attention != "flash":
+        besides.append(f"attn_implementation={plan.attention!r}")
     if plan.method != "full":
-        besides.append(f"the model with its {plan.method} adapters")
+        targets = ", target_modules: attention's" if plan.model.experts and not plan.model.experts.bias else ""
+        besides.append(f"the model with its {plan.method} adapters (r={plan.lora_rank}{targets})")
+    if plan.method == "qlora" and fsdp:
+        besides.append("BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16), or FSDP cannot shard the weights")
+    if zero_stage(plan):
+        besides.append("max_grad_norm=0 with a Trainer: gradient_clipping below is off, as in the plan's program")
     if plan.optimizer != "adamw":
         by_torchao = " by torchao" if fsdp and plan.optimizer == "adamw8bit" else ""
         besides.append(f"the optimizer {plan.optimizer}{by_torchao}")

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from course_tools.planning import Plan
 
 FILE = "axolotl.yml"
-LORA = {"lora_alpha": 32, "lora_dropout": 0.0, "lora_target_linear": True}
+LORA = {"lora_alpha": 32, "lora_dropout": 0.0}
+# Models for which transformers has no sdpa; the kernels that their attention has instead
+FLASH = {"gemma2": "flash_attention_2", "gpt_oss": "kernels-community/vllm-flash-attn3"}
+MXFP4 = {"model_quantization_config": "Mxfp4Config", "model_quantization_config_kwargs": {"dequantize": True}}
 KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 # as course_lib.training.activation_checkpointing
 KEPT = ["attention", "aten::mm", "aten::addmm", "bitsandbytes::gemm_4bit"]
@@ -35,6 +38,9 @@ OPTIMIZERS = {
 LOSSES = {"eager": "", "chunked": "chunked_cross_entropy", "fused": "liger_fused_linear_cross_entropy"}
 LIGER = "axolotl.integrations.liger.LigerPlugin"
 YOURS = "Yours to replace: datasets, learning_rate, num_epochs, output_dir; the plan says nothing of them."
+PADDED = (
+    "The plan counts full rows. Examples shorter than sequence_len are padded; sample_packing: true fills the rows."
+)
 
 
 def files(plan: Plan, base_model: str | None) -> dict[str, str]:
@@ -47,9 +53,11 @@ def files(plan: Plan, base_model: str | None) -> dict[str, str]:
     found = values(plan, base_model)
     report = _report(plan, found)
     if report.errors:
-        wrong = report.errors[0]
-        raise Refused(f"Axolotl would not run this plan as it stands: {wrong.sentence.rstrip('.')}")
-    notes = [YOURS]
+        alone = "has no sequence parallelism, and without it" if plan.sequence_parallel else "would not run this plan:"
+        raise Refused(f"Axolotl {alone} {report.errors[0].sentence.rstrip('.')}")
+    notes = [YOURS, PADDED]
+    if found["attn_implementation"] in FLASH.values():
+        notes.append(f"{plan.model.name} has no sdpa: install flash-attn, or kernels, for its attn_implementation.")
     if plan.method == "full" and plan.precision == "bf16-mixed" and plan.strategy in ("single", "ddp"):
         notes.append("Axolotl keeps the weights themselves in bf16 here: less memory than the plan counts.")
     return {FILE: yaml(found, [*about(plan), *notes, f"Start: {report.launch_command.replace('run.yml', FILE)}"])}
@@ -69,6 +77,8 @@ def values(plan: Plan, base_model: str | None = None) -> dict[str, Any]:
     refuse_choice(plan, "Axolotl", "loss", *LOSSES)
     if plan.loss == "fused" and (plan.tp > 1 or plan.machines.cpu):
         raise Refused("Liger's fused loss, which Axolotl takes, needs GPUs and goes with no tensor parallelism")
+    if plan.model.kind == "gpt_oss" and plan.method == "qlora":
+        raise Refused("gpt-oss comes in MXFP4, which Axolotl loads or unpacks, and does not quantize to NF4")
     name = model_source(plan, base_model, "Axolotl loads a model by its name")
     fsdp = plan.strategy == "fsdp" and plan.dp > 1
     sharded = fsdp or plan.tp > 1
@@ -89,14 +99,20 @@ def values(plan: Plan, base_model: str | None = None) -> dict[str, Any]:
         "bf16": plan.precision.startswith("bf16"),
         "fp16": plan.precision.startswith("fp16"),
         "tf32": False,
-        "attn_implementation": "eager" if plan.attention == "eager" else "sdpa",
+        "attn_implementation": "eager" if plan.attention == "eager" else FLASH.get(plan.model.kind, "sdpa"),
     }
+    found |= MXFP4 if plan.model.kind == "gpt_oss" else {}
     if plan.activation_checkpointing != "none":
         found |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     if plan.activation_checkpointing == "selective":
         found["selective_checkpointing"] = {"save": KEPT}
     if plan.method != "full":
         found |= {"adapter": plan.method, "load_in_4bit": plan.method == "qlora", "lora_r": plan.lora_rank, **LORA}
+        if plan.model.experts and not plan.model.experts.bias:  # as the plan counts them
+            found |= {"lora_target_modules": [f"{name}_proj" for name in "qkvo"]}
+            found |= {"quantize_moe_experts": True} if plan.method == "qlora" else {}
+        else:
+            found["lora_target_linear"] = True
         if plan.machines.cpu or plan.activation_checkpointing == "selective":  # Axolotl refuses the pair
             found |= {key: False for key in KERNELS}
     if plan.tp > 1:

@@ -21,6 +21,17 @@ def files(plan: Plan, base_model: str | None) -> dict[str, str]:
     return {FILE: json.dumps(config(plan), indent=2) + "\n"}
 
 
+def notes(plan: Plan) -> list[str]:
+    """What the program has to bring, for JSON has no comments."""
+    kept = plan.activation_checkpointing
+    return [
+        "The program brings the model, AdamW and its learning rate"
+        + (f", and {kept} activation checkpointing" if kept != "none" else "")
+        + ". gradient_clipping is off: with a Trainer take max_grad_norm=0, or change both.",
+        f"Start it with deepspeed or torchrun on {plan.gpus} GPUs.",
+    ]
+
+
 def config(plan: Plan) -> dict[str, Any]:
     """DeepSpeed's configuration of the plan, also for a program that has more to say. Raises Refused."""
     refuse_axes(plan, "DeepSpeed's ZeRO configuration", "tp", "pp", "cp")
@@ -32,7 +43,7 @@ def config(plan: Plan) -> dict[str, Any]:
         "train_batch_size": plan.global_batch,
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.num_microbatches,
-        "gradient_clipping": 0.0,  # DeepSpeed's own default is 1.0: it clips who does not say so
+        "gradient_clipping": 0.0,  # left out, DeepSpeed clips at 1.0
         "zero_optimization": zero(plan),
     }
     if plan.machines.cpu and plan.offload != "none":

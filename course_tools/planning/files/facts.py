@@ -64,6 +64,8 @@ def refuse_combination(plan: Plan) -> None:
     reason = why_not(**{name: getattr(plan, name) for name in names}, ranks=plan.dp * plan.cp)
     if reason:
         raise Refused(reason.removesuffix("."))
+    if plan.compile:
+        raise Refused("No target here writes torch.compile, which the plan's time and memory count on")
     if plan.ep > 1:
         raise Refused(f"No target here writes expert parallelism, and the plan has ep={plan.ep}")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from course_lib.memory import Shape
 from course_lib.units import GIB
+from course_tools.planning.files.axolotl import FLASH
 from course_tools.planning.files.facts import Refused, about, layout, model_source, refuse_axes, refuse_choice
 
 if TYPE_CHECKING:
@@ -134,6 +135,10 @@ def files(plan: Plan, base_model: str | None) -> dict[str, str]:
     sharded = plan.strategy == "fsdp"
     if plan.tp > 1 and not (sharded and plan.method == "full" and plan.model.kind in SPLIT):
         raise Refused(f"{WHAT} has tensor parallelism for Llama and its like, in full training by FSDP")
+    if plan.model.experts and plan.method != "full":
+        raise Refused(f"{WHAT} has adapters for dense models alone, and {plan.model.name} is a mixture of experts")
+    if plan.attention == "flash" and plan.model.kind in FLASH:
+        raise Refused(f"{WHAT} takes sdpa for attention, which transformers does not have for {plan.model.name}")
     shape, model = _model(plan, base_model)
     body = BODY.format(
         plan=plan,
@@ -205,6 +210,7 @@ def _notes(plan: Plan) -> list[str]:
         raise Refused(f"{WHAT} builds the whole model on each rank, {need}")
     meet = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint FIRST_MACHINE:29500 " if nodes > 1 else ""
     notes = [
+        "It measures the plan: random weights, five steps of English. Your model, data and schedule go where it has those.",
         f"Start{' on each machine' if meet else ''}: torchrun {meet}--nproc-per-node {per_node} {FILE}",
         f"Each rank builds the whole model first: {size / GIB:,.1f} GiB of a machine's own memory.",
     ]
