@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from axolotl_yaml import AUTO, FSDP, GOOD, LORA, NUM_ROWS, QLORA, changed, make_folder, write_rows
+from axolotl_yaml import AUTO, FSDP, GOOD, LORA, QLORA, changed, make_folder, write_rows
 from refusals import assert_refused
 
 from course_lib.memory import estimate, largest_micro_batch, shape_of
 from course_tools.axolotl import command
 from course_tools.axolotl.check import check as check_with_axolotl
-from course_tools.axolotl.check import cluster, read_yaml
-from course_tools.axolotl.check.yaml_lines import parse
+from course_tools.axolotl.check import read_yaml
+from course_tools.axolotl.check.document import loaded
 
 check = functools.partial(check_with_axolotl, validate=False)
 TINY = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "kv_heads": 2, "intermediate": 128}
@@ -35,21 +35,26 @@ def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_line_for_each_key_and_a_finding_for_a_key_twice() -> None:
     document = read_yaml("good.yml")
     assert (document.line("datasets", 0, "type"), document.line("datasets", 0, "missing")) == (5, 3)
-    assert parse("a: 1\nb:\n  c: 1\n  c: 2\na: 3\n").duplicates == ((("b", "c"), 3), (("a",), 1))
-    assert parse("a: 1e-4\nb: '1e-4'\nc: 1.0e-4\nd: word\n").plain_strings == {("a",)}
+    Path("twice.yml").write_text("a: 1e-4\nb:\n  c: 1.0e-4\n  c: 2\nd: word\n")
+    document = read_yaml("twice.yml")
+    assert document.twice == ("c", 4) and document.values["b"]["c"] == 2 and document.line("d") == 5
+    assert document.texts_like_numbers == [("a",)]
 
 
 def test_what_is_no_yaml_or_no_card_is_refused_with_its_place(folder: Path) -> None:
     (folder / "noise.yml").write_bytes(bytes(range(128, 256)))
+    (folder / "large.yml").write_bytes(b"a: 1\n" * 2 * 2**20)
+    (folder / "nothing.yml").touch()
     assert_refused(
         [
-            (lambda: parse("a: [1\nb: 2\n"), ValueError, "line 2, column"),
-            (lambda: parse("- a\n- b\n"), ValueError, "list"),
-            (lambda: parse("a: *nobody\n"), ValueError, "nobody"),
+            (lambda: loaded("a: [1\nb: 2\n", "x"), ValueError, "line 2, column"),
+            (lambda: loaded("- a\n- b\n", "x"), ValueError, "list"),
+            (lambda: loaded("a: *nobody\n", "x"), ValueError, "nobody"),
+            (lambda: read_yaml("large.yml"), ValueError, "10 MiB"),
+            (lambda: read_yaml("nothing.yml"), ValueError, "empty"),
             (lambda: read_yaml("nowhere.yml"), ValueError, "nowhere.yml"),
             (lambda: read_yaml("noise.yml"), ValueError, "UTF-8"),
-            (lambda: cluster("4xh10"), ValueError, "h10"),
-            (lambda: cluster("2xa100"), ValueError, "a100-80gb"),
+            (lambda: check("good.yml", gpus="4xh10"), ValueError, "h10"),
         ]
     )
 
@@ -158,6 +163,18 @@ def test_a_node_s_own_memory_is_part_of_the_answer(folder: Path) -> None:
     assert f"{4 * parameters / 2**30:.2f} GiB" in str(whole)
 
 
+def test_gradients_that_wait_whole_for_the_last_micro_batch_are_told_apart(folder: Path) -> None:
+    big = {"base_model": "meta-llama/Llama-3.1-8B", "pad_to_sequence_len": True, "gradient_checkpointing": True}
+    waits = changed(**big, val_set_size=0, **FSDP)
+    (error,) = check(waits, gpus="8xa100-40gb").errors
+    assert error.key == "gradient_accumulation_steps" and "sync_each_batch" in error.fix
+    ((path, value),) = error.mend.items()
+    sent = waits | {path[0]: {path[1]: {path[2]: value}}}
+    assert check(sent, gpus="8xa100-40gb").fits and not check(waits | sent, gpus="8xa100-40gb").errors
+    whole, shards = (check(one, gpus="8xa100-40gb").memory.peak for one in (waits, sent))
+    assert whole - shards > 0.5 * 4 * shape_of("llama-3.1-8b").parameters
+
+
 def test_what_is_not_counted_keeps_a_run_from_fitting(folder: Path) -> None:
     values = changed(base_model="Qwen/Qwen3-30B-A3B", pad_to_sequence_len=True, micro_batch_size=1, **LORA)
     report = check(values, gpus="2xb200")  # PEFT adapts the experts, too
@@ -167,11 +184,8 @@ def test_what_is_not_counted_keeps_a_run_from_fitting(folder: Path) -> None:
 
 
 def test_rows_and_steps_of_packed_capped_and_mixed_data(folder: Path) -> None:
-    texts = [{"path": "./texts.jsonl", "type": "completion"}]
-    packing = {"datasets": texts, "sample_packing": True, "sequence_len": 16, "val_set_size": 0}
-    batch = check(changed(**packing), gpus="2x24GiB").batch
-    assert batch.packed == NUM_ROWS / 2, "7 words and an end are 8 tokens: two in 16"
-    assert batch.steps_per_epoch == 4, "25 micro-batches of 2, 12 a rank, 3 a step"
+    batch = check(changed(sample_packing=True), gpus="2x24GiB").batch
+    assert (batch.rows, batch.validation, batch.steps_per_epoch) == (90, 10, None) and batch.unknown
     write_rows(folder / "long.jsonl", [{"instruction": "a", "output": "b"}] * 1000)
     long, half = ({"path": f"./{name}.jsonl", "type": "alpaca"} for name in ("long", "alpaca"))
     batch = check(changed(datasets=[long], val_set_size=100, max_steps=7), gpus="2x24GiB").batch
@@ -189,6 +203,39 @@ def test_the_commands_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["nowhere.yml"], ["good.yml", "--gpus", "4xh10"], ["good.yml", "--gpu", "4"], []):
         code, result = command.main(argv), capsys.readouterr()
         assert (code, result.out, result.err.count("\n")) == (2, "", 1), (argv, result)
+
+
+def test_fix_mends_what_is_certain_and_keeps_every_comment(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = GOOD.replace("0.0002", "2e-4 # text").replace("saves_per_epoch: 2", "save_only_model: true  # small")
+    wrong = (
+        "# mine\n" + wrong + "auto_resume_from_checkpoints: true\noptimizer: adamw_8bit # less\nfsdp_config:\n  {}\n"
+    )
+    wrong = wrong.replace("optimizer: adamw_torch_fused\n", "").format("state_dict_type: FULL_STATE_DICT  # whole")
+    Path("mend.yml").write_text(wrong)
+    command.main(["mend.yml", "--quick", "--fix", "mended.yml"])
+    assert "mended.yml" in capsys.readouterr().out
+    text = Path("mended.yml").read_text()
+    changes = {
+        "learning_rate: 2e-4": "learning_rate: 0.0002",
+        "adamw_8bit": "adamw_torch_8bit",
+        "model: true": "model: false",
+    }
+    for old, new in changes.items():
+        wrong = wrong.replace(old, new)
+    assert text.split() == wrong.split(), "nothing else is touched"
+    before, after = ({one.key for one in check(name).findings} for name in ("mend.yml", "mended.yml"))
+    assert before - after == {"learning_rate", "optimizer", "save_only_model"} and not after - before
+    assert command.main(["mend.yml", "--quick", "--fix", "mended.yml"]) == 2, "it is there already"
+    assert command.main(["mend.yml", "good.yml", "--quick", "--fix", "other.yml"]) == 2
+    assert text == Path("mended.yml").read_text() and not Path("other.yml").exists()
+
+
+def test_many_files_are_many_reports_and_the_worst_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("worse.yml").write_text(GOOD.replace("./alpaca.jsonl", "./nowhere.jsonl"))
+    assert command.main(["good.yml", "worse.yml", "--quick", "--json"]) == 1
+    assert [bool(one["findings"]) for one in json.loads(capsys.readouterr().out)] == [False, True]
+    assert command.main(["good.yml", "good.yml", "--quick"]) == 0
+    assert command.main(["good.yml", "absent.yml", "--quick"]) == 2
 
 
 ODD = """\

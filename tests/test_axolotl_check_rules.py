@@ -11,7 +11,7 @@ import yaml
 from axolotl_yaml import AUTO, FSDP, GOOD, LORA, NO_KERNELS, QLORA, WIDTHS, ZERO3, changed, make_folder
 
 from course_tools.axolotl.check import check
-from course_tools.axolotl.check.rules_sharding import BITSANDBYTES
+from course_tools.axolotl.check.mistakes import BITSANDBYTES
 
 LESSONS = Path(__file__).parents[1] / "lessons" / "07_axolotl"
 
@@ -47,6 +47,7 @@ class Row(NamedTuple):
 
 CPU = {"device": "cpu"}
 RESUME = {"auto_resume_from_checkpoints": True}
+EXPERTS = {"expert_parallel_size": 2}
 TENSOR, CONTEXT = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}
 USED = {"output_dir": "./used"}
 MODEL_ONLY = {"save_only_model": True}
@@ -59,6 +60,9 @@ SHARED = "./sharegpt.jsonl"
 MAPPED = {"message_property_mappings": {"role": "from", "content": "value"}}
 NO_TARGET = LORA | {"lora_target_linear": None}
 NO_ATTENTION = LORA | {"attn_implementation": None}
+NEW = {"special_tokens": {"additional_special_tokens": ["<x>"]}}
+SAVED = {"lora_modules_to_save": ["embed_tokens", "lm_head"]}
+BEST = every(load_best_model_at_end=True)
 SHARDED = fsdp(state_dict_type="SHARDED_STATE_DICT")
 BATCH = [
     Row("warning", "micro_batch_size", {"micro_batch_size": 0}, {}),
@@ -82,6 +86,13 @@ DATA = [
     Row("error", "val_set_size", {"val_set_size": 100}, {"val_set_size": 99}),
     Row("warning", "datasets", {"gradient_accumulation_steps": 12}, {"gradient_accumulation_steps": 11}),
     Row("warning", "sequence_len", PACKED | {"sequence_len": 1}, PACKED | {"sequence_len": 4}),
+    Row("warning", "val_set_size", PACKED | {"val_set_size": 0.01}, PACKED | {"val_set_size": 0.02}),
+    Row(
+        "warning",
+        "val_set_size",
+        PACKED | {"val_set_size": 0.01},
+        PACKED | {"val_set_size": 0.01, "eval_batch_size": 1},
+    ),
 ]
 ADAPTERS = [
     Row("warning", "lora_r", {"lora_r": 8}, LORA),
@@ -89,6 +100,9 @@ ADAPTERS = [
     Row("warning", "adapter", LORA | {"lora_alpha": None}, LORA),
     Row("warning", "load_in_4bit", LORA | {"load_in_4bit": True}, QLORA),
     Row("error", "adapter", LORA, LORA | NO_KERNELS, "2xcpu"),
+    Row("warning", "tokens", LORA | {"tokens": ["<x>"]}, LORA | SAVED | {"tokens": ["<x>"]}),
+    Row("warning", "special_tokens", LORA | NEW, LORA | SAVED | NEW),
+    Row("warning", "special_tokens", LORA | NEW, LORA | {"special_tokens": {"pad_token": "<unk>"}}),
 ]
 SHARDING = [
     Row("warning", "fsdp_version", {"fsdp_version": 2}, FSDP),
@@ -107,9 +121,30 @@ SHARDING = [
     Row("warning", "context_parallel_size", zero() | CONTEXT, zero() | CONTEXT | PADDED),
     Row("error", "sequence_len", SIX | {"context_parallel_size": 3}, SIX | {"context_parallel_size": 2}, "6x24GiB"),
     Row("warning", "fsdp_config", FSDP | TENSOR, TENSOR),
-    Row("error", "optimizer", FSDP | {"optimizer": "paged_adamw_8bit"}, FSDP | {"optimizer": "adamw_torch_8bit"}),
-    Row("error", "optimizer", TENSOR | {"optimizer": "lion_32bit"}, {"optimizer": "lion_32bit"}, "2x24GiB"),
+    Row("warning", "optimizer", FSDP | {"optimizer": "paged_adamw_8bit"}, FSDP | {"optimizer": "adamw_torch_8bit"}),
+    Row("warning", "optimizer", TENSOR | {"optimizer": "lion_32bit"}, {"optimizer": "lion_32bit"}, "2x24GiB"),
     Row("warning", "tensor_parallel_size", LORA | {"tensor_parallel_size": 2}, LORA),
+    Row("error", "expert_parallel_size", {"expert_parallel_size": 2}, {"expert_parallel_size": 4}),
+    Row("error", "expert_parallel_size", FSDP | {"expert_parallel_size": 3}, FSDP | {"expert_parallel_size": 4}),
+    Row("error", "dp_shard_size", FSDP | EXPERTS | {"dp_shard_size": 4}, FSDP | EXPERTS | {"dp_shard_size": 2}),
+    Row(
+        "warning",
+        "fsdp_config.transformer_layer_cls_to_wrap",
+        fsdp(transformer_layer_cls_to_wrap="MistralDecoderLayer"),
+        fsdp(transformer_layer_cls_to_wrap="LlamaDecoderLayer"),
+    ),
+    Row(
+        "warning",
+        "fsdp_config",
+        QLORA | fsdp(cpu_ram_efficient_loading=False),
+        QLORA | fsdp(cpu_ram_efficient_loading=True),
+    ),
+    Row(
+        "warning",
+        "load_in_8bit",
+        zero() | LORA | {"load_in_8bit": True},
+        plain_zero(stage=2) | LORA | {"load_in_8bit": True},
+    ),
     Row("error", "deepspeed", {"deepspeed": "zero4.json"}, {"deepspeed": "./zero3.json"}),
     Row("error", "deepspeed", {"deepspeed": "bad.json"}, {"deepspeed": "zero3.json"}),
     Row("error", "deepspeed", zero(train_batch_size=32), zero(train_batch_size=24)),
@@ -141,6 +176,13 @@ SAVING = [
     Row("warning", "auto_resume_from_checkpoints", RESUME | every(save_strategy="no"), RESUME),
     Row("warning", "save_only_model", MODEL_ONLY | RESUME, MODEL_ONLY),
     Row("warning", "output_dir", USED, USED | RESUME),
+    Row(
+        "warning",
+        "load_best_model_at_end",
+        BEST | {"save_steps": 3, "eval_steps": 2},
+        BEST | {"save_steps": 4, "eval_steps": 2},
+    ),
+    Row("warning", "load_best_model_at_end", BEST | {"val_set_size": 0, "save_steps": 4, "eval_steps": 2}, {}),
     Row("error", "output_dir", {"output_dir": "./alpaca.jsonl/out"}, {"output_dir": "./new/out"}),
     Row("warning", "output_dir", {"output_dir": None}, {}),
 ]
@@ -198,7 +240,7 @@ def test_the_lessons_own_files_have_no_errors(folder: Path, tmp_path: Path) -> N
         values |= {"base_model": str(folder / "tiny"), "tokenizer_config": str(folder / "tiny")}
         report = check(values, gpus="2xcpu", folder=tmp_path, validate=False)
         assert not report.errors, (name, report.errors)
-        assert report.memory is not None and report.batch.steps_per_epoch, name
+        assert report.memory is not None and (report.batch.steps_per_epoch or report.batch.packing), name
 
 
 def test_a_data_file_beside_the_yaml_is_not_where_axolotl_looks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

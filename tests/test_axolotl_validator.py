@@ -52,7 +52,7 @@ READ_PAST = [
     ({"datasets": [{"path": "./alpaca.jsonl", "type": "alpaca", "tpye": 1}]}, "datasets[0].tpye", "type"),
     (fsdp(reshard_after_foward=True), "fsdp_config.reshard_after_foward", "reshard_after_forward"),
     (FSDP | {"reshard_after_forward": True}, "reshard_after_forward", "into fsdp_config"),
-    ({"liger_rope": True}, "liger_rope", "axolotl.integrations.liger.LigerPlugin"),
+    ({"liger_rope": True}, "liger_rope", "plugins"),
 ]
 ACCEPTED = [
     {},

@@ -104,6 +104,14 @@ class Cards(NamedTuple):
     per_node: int
     card: Card | None
 
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        nodes = f"{self.nodes} x " if self.nodes > 1 else ""
+        return f"{nodes}{self.per_node} x {self.card.name if self.card else 'cpu'}"
+
 
 def read_cards(text: str) -> Cards:
     """The cards behind 4x24GiB (4 cards), 4×24GiB, 2x8xh100 (2 machines of 8), a100-80gb (one), 2xcpu.

@@ -1,11 +1,13 @@
-"""``beyond check run.yml --gpus 4x24GiB``: an Axolotl YAML, read before it costs a GPU-hour."""
+"""``beyond check run.yml --gpus 4x24GiB``: Axolotl YAMLs, read before they cost a GPU-hour."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from course_tools.axolotl.check import Report, check
+from course_tools.axolotl.check import check
 from course_tools.command_line import PROBLEM_FOUND, SUCCESS, ArgumentParser, print_json, reports_errors
 
 
@@ -13,32 +15,37 @@ def parser() -> ArgumentParser:
     """The options of the command."""
     one = ArgumentParser(
         prog="beyond check",
-        description="Read an Axolotl YAML: what it amounts to, and every mistake in it.",
+        description="Read Axolotl YAMLs: what each amounts to, and every mistake in it.",
     )
-    one.add_argument("config", metavar="RUN.yml", help="the YAML; its paths count from the working directory")
+    one.add_argument(
+        "configs", nargs="+", metavar="RUN.yml", help="YAMLs; their paths count from the working directory"
+    )
     one.add_argument("--gpus", default="4x24GiB", metavar="N x CARD", help="4x24GiB, 8xa100-80gb, 2x8xh100, 2xcpu")
     one.add_argument("--quick", action="store_true", help="do not ask Axolotl's own validator, which takes ten seconds")
+    one.add_argument("--fix", metavar="NEW.yml", help="write the YAML with what is certain mended; comments stay")
     one.add_argument("--json", action="store_true", help="everything as JSON, sizes in bytes")
     return one
 
 
 @reports_errors
 def main(argv: Sequence[str]) -> int:
-    """Check one YAML. Returns 0; 1 if it holds mistakes; 2 after one sentence on stderr when it cannot be read."""
+    """Check YAMLs. Returns 0; 1 if one holds mistakes; 2 after one sentence on stderr when one cannot be read."""
     given = parser().parse_args(argv)
-    report = check(given.config, gpus=given.gpus, validate=not given.quick)
-    print_json(report.as_dict()) if given.json else print(_coloured(report))
-    return PROBLEM_FOUND if report.errors else SUCCESS
-
-
-def _coloured(report: Report) -> str:
-    """The report, its levels in colour on a terminal."""
-    text = str(report)
-    if not sys.stdout.isatty():
-        return text
-    colours = {"error": "31", "warning": "33", "note": "36"}
-    lines = []
-    for line in text.splitlines():
-        level = line.split(" ", 1)[0]
-        lines.append(f"\033[{colours[level]}m{line[:8]}\033[0m{line[8:]}" if level in colours else line)
-    return "\n".join(lines)
+    if given.fix and len(given.configs) > 1:
+        raise ValueError("--fix writes one file: give one YAML.")
+    if given.fix and os.path.exists(given.fix):
+        raise ValueError(f"{given.fix} is there already: name another file.")
+    reports = [check(config, gpus=given.gpus, validate=not given.quick) for config in given.configs]
+    if given.json:
+        print_json([one.as_dict() for one in reports] if len(reports) > 1 else reports[0].as_dict())
+    else:
+        print("\n\n".join(map(str, reports)))
+        if not given.quick and sys.stdout.isatty():
+            print(f"\nAxolotl's validator: {sum(one.validator_seconds for one in reports):.1f} s")
+    if given.fix:
+        mended = [one for one in reports[0].findings if one.mend]
+        Path(given.fix).write_text(reports[0].mended(), encoding="utf-8")
+        print(
+            f"wrote {given.fix}: {len(mended)} mended ({', '.join(dict.fromkeys(one.key for one in mended)) or 'nothing'})"
+        )
+    return PROBLEM_FOUND if any(one.errors for one in reports) else SUCCESS

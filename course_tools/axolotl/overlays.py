@@ -9,13 +9,12 @@ from typing import Any
 
 import yaml
 
-from course_tools.axolotl.check.yaml_lines import loaded, text_of
+from course_tools.axolotl.check.document import loaded, text_of
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the mapping in a YAML file; an empty file is an empty mapping."""
-    _, values = loaded(text_of(Path(path)), path)
-    return values or {}
+    return loaded(text_of(Path(path)), path) or {}
 
 
 def laid_over(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,17 +5,14 @@ Started by `validator`. It ends when its stdin is closed, so it never outlives t
 
 from __future__ import annotations
 
-import ast
 import json
 import logging
 import os
 import queue
-import re
 import sys
 import threading
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from course_lib.validation import did_you_mean
@@ -73,8 +70,7 @@ def answer(values: dict[str, Any], capabilities: dict[str, Any]) -> dict[str, An
 
 
 def unknown_keys(values: dict[str, Any], models: list[Any], path: tuple[Any, ...] = ()) -> Iterator[dict[str, Any]]:
-    """The keys that no model has: {"path", "null", "near": a key that looks like it, "plugin": who brings it,
-    "section": where a key of this name belongs, "" for the top level, or None}."""
+    """The keys that no model has: {"path", "null", "near": a key that looks like it, "section": where a key of this name belongs, "" for the top level, or None}."""
     fields: dict[str, Any] = {}
     for model in models:
         for name, field in model.model_fields.items():
@@ -91,7 +87,6 @@ def unknown_keys(values: dict[str, Any], models: list[Any], path: tuple[Any, ...
         elif not any(model.model_config.get("extra") == "allow" for model in models):
             near = did_you_mean(key, fields, cutoff=MAYBE)
             found = {"path": [*path, key], "null": value is None, "near": near[0] if near else "", "section": None}
-            found["plugin"] = _plugin_of(key) if not path else None
             if path:
                 top = _top_level()
                 found["section"] = "" if key in top else None
@@ -122,24 +117,6 @@ def _models(annotation: Any) -> tuple[list[Any], bool]:
         return [], True
     inside = [_models(one) for one in typing.get_args(annotation)]
     return [model for models, _ in inside for model in models], any(free for _, free in inside)
-
-
-def _plugin_of(key: str) -> dict[str, str] | None:
-    """The plugin of Axolotl's that brings a key. Read off its source: to import one may need what it integrates."""
-    import axolotl.integrations
-
-    for file in sorted(Path(axolotl.integrations.__file__).parent.glob("*/args.py")):
-        names = {
-            node.target.id
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        }
-        if key in names:
-            sources = "\n".join(one.read_text(encoding="utf-8") for one in sorted(file.parent.glob("*.py")))
-            plugin = re.search(r"^class (\w+)\((?:\w+, *)*BasePlugin", sources, re.M)
-            folder = file.parent.name
-            return {"folder": folder, "name": f"axolotl.integrations.{folder}.{plugin[1]}" if plugin else folder}
-    return None
 
 
 def wrong_names(values: dict[str, Any]) -> list[dict[str, str]]:

@@ -7,8 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from course_tools.axolotl.check.datafiles import Peek, peek
-from course_tools.axolotl.check.packing import packed_rows, token_lengths
+from course_tools.axolotl.check.datafiles import peek
 from course_tools.axolotl.check.settings import Settings
 
 # Axolotl's ATTN_IMPLS_SUPPORTING_PACKING.
@@ -31,8 +30,7 @@ class Batch:
         micro: sequences (with packing: packed rows) in one forward pass of a rank. accumulate: forward passes a step.
         data_ranks: ranks that see other sequences. global_batch: their product.
         tokens: that product times sequence_len: exact with packing or padding to the length, else the most.
-        rows: of the local data sets, validation taken off; None where one cannot be counted.
-        packed: rows after packing; None without packing, or where tokens cannot be counted.
+        rows, validation: of the local data sets, to train on and to evaluate on; None and 0 where one cannot be counted.
         steps_per_epoch, total_steps: None where unknown. capped: max_steps ends the run.
         unknown: why steps_per_epoch is None, in a sentence.
     """
@@ -45,7 +43,7 @@ class Batch:
     tokens: int
     packing: bool
     rows: int | None
-    packed: int | None
+    validation: int
     steps_per_epoch: int | None
     total_steps: int | None
     capped: bool
@@ -57,13 +55,12 @@ def batch(settings: Settings) -> Batch:
     micro, accumulate = settings.number("micro_batch_size"), settings.number("gradient_accumulation_steps")
     whole = micro * accumulate * settings.data_ranks
     length, packing = settings.number("sequence_len"), bool(settings.get("sample_packing"))
-    rows, unknown, peeks = _rows(settings)
-    packed = None
+    found, unknown = _rows(settings)
+    held_out = validation_rows(settings, found or 0)
+    rows = None if found is None else found - held_out
     per_epoch: int | None = None
     if rows is not None and packing:
-        packed, unknown = _packed(settings, peeks, rows, micro, length)
-        if packed is not None:  # only whole micro-batches count, and each rank needs its own
-            per_epoch = max(1, -(-(packed // micro // settings.data_ranks) // accumulate))
+        unknown = f"{rows:,} rows, and how many packed ones they make is counted by axolotl preprocess."
     elif rows is not None:
         batches = math.ceil(math.ceil(rows / micro) / settings.data_ranks)
         if settings.get("dataloader_drop_last"):
@@ -81,7 +78,7 @@ def batch(settings: Settings) -> Batch:
         whole * length,
         packing,
         rows,
-        packed,
+        held_out,
         per_epoch,
         limit if capped else total,
         capped,
@@ -89,21 +86,21 @@ def batch(settings: Settings) -> Batch:
     )
 
 
-def _rows(settings: Settings) -> tuple[int | None, str, list[Peek]]:
-    total, peeks = 0, []
+def _rows(settings: Settings) -> tuple[int | None, str]:
+    """Of all local data sets together, or None and why not."""
+    total = 0
     if not settings.datasets():
-        return None, "No data set is listed.", []
+        return None, "No data set is listed."
     for _, one in settings.datasets():
         if one.get("type") == "_synthetic":
-            total += _number(one.get("length"), 1000)
+            total += int(_number(one.get("length"), 1000))
             continue
         name = str(one.get("path") or "")
-        found = peek(settings.folder / name) if os.path.exists(settings.folder / name) else Peek(None)
-        if found.rows is None or one.get("split") not in (None, "train") or one.get("shards"):
-            return None, f"The rows of {name or 'a data set'} are not counted here.", []
-        peeks.append(found)
-        total += int(found.rows * _number(one.get("weight"), 1))
-    return total - validation_rows(settings, total), "", peeks
+        rows = peek(settings.folder / name).rows if os.path.exists(settings.folder / name) else None
+        if rows is None or one.get("split") not in (None, "train") or one.get("shards"):
+            return None, f"The rows of {name or 'a data set'} are not counted here."
+        total += int(rows * _number(one.get("weight"), 1))
+    return total, ""
 
 
 def _number(value: Any, default: float) -> float:
@@ -114,16 +111,3 @@ def validation_rows(settings: Settings, rows: int) -> int:
     """Rows that val_set_size takes: a share up to 1, above it a number, as Axolotl reads it."""
     size = settings.get("val_set_size") or 0
     return max(0, min(rows, int(size) if size > 1 else math.ceil(rows * size)))
-
-
-def _packed(settings: Settings, peeks: list[Peek], rows: int, micro: int, length: int) -> tuple[int | None, str]:
-    """Packed rows of sequence_len tokens. Attention of variable length packs a micro-batch as one long row."""
-    lengths, unknown = token_lengths(settings, peeks)
-    if lengths is None:
-        return None, unknown
-    kept = [one for one in lengths if one <= length]
-    if settings.get("val_set_size"):
-        kept = kept[: max(1, len(kept) * rows // max(1, sum(found.rows or 0 for found in peeks)))]
-    long_rows = settings.attention in VARIABLE_LENGTH and not settings.get("multipack_real_batches")
-    at_once = micro if long_rows else 1
-    return at_once * packed_rows(kept, at_once * length, settings.number("sample_packing_bin_size")), ""

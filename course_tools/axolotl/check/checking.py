@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from course_tools.axolotl.check import (
-    rules_adapters,
-    rules_batch,
-    rules_data,
-    rules_hardware,
-    rules_saving,
-    rules_sharding,
-    validator,
-)
+from course_lib.memory.cards import Cards, read_cards
 from course_tools.axolotl.check.batch import batch
-from course_tools.axolotl.check.facts import Facts
-from course_tools.axolotl.check.findings import LEVELS, Finding, dotted
-from course_tools.axolotl.check.gpus import Cluster, cluster
+from course_tools.axolotl.check.document import Document, read_yaml
+from course_tools.axolotl.check.findings import LEVELS, Facts, Finding
 from course_tools.axolotl.check.holders import holders, strategy_name
+from course_tools.axolotl.check.mistakes import mistakes
 from course_tools.axolotl.check.prediction import Prediction, choices, predict
 from course_tools.axolotl.check.report import Report, launch_command
+from course_tools.axolotl.check.rules import RULES, axes
 from course_tools.axolotl.check.settings import Settings
-from course_tools.axolotl.check.yaml_lines import Document, read_yaml
-
-RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    *rules_batch.RULES,
-    *rules_data.RULES,
-    *rules_adapters.RULES,
-    *rules_sharding.RULES,
-    *rules_hardware.RULES,
-    *rules_saving.RULES,
-)
+from course_tools.axolotl.check.validator import findings as axolotls_own
 
 
 def check(
     path_or_values: str | os.PathLike[str] | Mapping[str, Any],
     *,
-    gpus: str | Cluster | None = "4x24GiB",
+    gpus: str | Cards | None = "4x24GiB",
     validate: bool = True,
     folder: str | os.PathLike[str] = ".",
 ) -> Report:
@@ -57,20 +42,25 @@ def check(
         validate: ask Axolotl's validator; without it misspelt keys and wrong types are not found.
         folder: the working directory of the run, from which Axolotl reads relative paths.
     """
-    document = Document.of(path_or_values) if isinstance(path_or_values, Mapping) else read_yaml(path_or_values)
-    cards = None if gpus is None else cluster(gpus)
+    given = isinstance(path_or_values, Mapping)
+    document = Document(dict(path_or_values)) if given else read_yaml(path_or_values)
+    cards = read_cards(gpus) if isinstance(gpus, str) else gpus
     settings = Settings(document, cards, Path(folder))
     facts = Facts(settings, batch(settings), predict(settings))
-    if split := next(rules_sharding.axes(facts), None):
+    if split := next(axes(facts), None):
         facts = replace(facts, prediction=Prediction(None, split.sentence, facts.prediction.shape))
-    findings = list(_duplicates(document))
-    findings += [finding for rule in RULES for finding in rule(facts)]
+    findings = [*mistakes(facts), *(finding for rule in RULES for finding in rule(facts))]
+    if document.twice[0]:
+        key, line = document.twice
+        sentence = "The key stands there a second time: the last one counts, without a word."
+        findings.append(Finding("error", key, line, sentence, "keep one of the two"))
+    started = time.perf_counter()
     if validate:
-        findings += validator.findings(document, cards, Path(folder))
+        findings += axolotls_own(document, cards, Path(folder))
     prediction = facts.prediction
     offload = choices(settings)["offload"] if prediction.memory else "none"
     return Report(
-        name=str(document.path or "the YAML"),
+        document=document,
         cluster=cards,
         launch_command=launch_command(document.path, cards),
         strategy="the ranks cannot split the model so" if split else strategy_name(settings),
@@ -83,10 +73,5 @@ def check(
         largest=prediction.largest,
         caveats=prediction.caveats,
         findings=tuple(sorted(findings, key=lambda finding: (LEVELS.index(finding.level), finding.line or 0))),
+        validator_seconds=time.perf_counter() - started,
     )
-
-
-def _duplicates(document: Document) -> Iterator[Finding]:
-    for path, earlier in document.duplicates:
-        sentence = f"The key stands there twice (line {earlier} too): the last one counts, without a word."
-        yield Finding("error", dotted(path), document.line(*path), sentence, "keep one of the two")

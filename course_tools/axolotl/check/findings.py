@@ -1,9 +1,15 @@
-"""What a check has to say: one sentence, where it is, and what to do about it."""
+"""What a check has to say: one sentence, where it is, and what to do about it; and what a rule may ask to know."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+from course_tools.axolotl.check.batch import Batch
+from course_tools.axolotl.check.document import KeyPath
+from course_tools.axolotl.check.prediction import Prediction
+from course_tools.axolotl.check.settings import Settings
 
 LEVELS = ("error", "warning", "note")
 
@@ -18,6 +24,7 @@ class Finding:
         key: where, as datasets[0].path; "" for the whole file.
         line: of that key, from 1; None where no file was read or the key is missing.
         sentence: what is wrong. fix: what to write instead; "" where there is nothing to do.
+        mend: the same for `--fix`, where nobody could mean anything else: for `Document.mended`.
     """
 
     level: str
@@ -25,6 +32,7 @@ class Finding:
     line: int | None
     sentence: str
     fix: str = ""
+    mend: dict[KeyPath, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         place = f"line {self.line}, " if self.line else ""
@@ -38,3 +46,32 @@ def dotted(path: Iterable[str | int]) -> str:
     for step in path:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
     return text
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A run as far as it can be known before it runs."""
+
+    settings: Settings
+    batch: Batch
+    prediction: Prediction
+
+    def get(self, key: str) -> Any:
+        """A value of the YAML, or Axolotl's default."""
+        return self.settings.get(key)
+
+    def given(self, key: str) -> Any:
+        """A value that stands in the YAML; None if it does not."""
+        return self.settings.given(key)
+
+    def say(self, level: str, key: str | KeyPath, sentence: str, fix: str = "", **mend: Any) -> Finding:
+        """A finding at a key, with its line; `mend` are top-level keys."""
+        path = (key,) if isinstance(key, str) else key
+        wanted = {(name,): value for name, value in mend.items()}
+        return Finding(level, dotted(path), self.settings.document.line(*path), sentence, fix, wanted)
+
+    def error(self, key: str | KeyPath, sentence: str, fix: str = "", **mend: Any) -> Finding:
+        return self.say("error", key, sentence, fix, **mend)
+
+    def warning(self, key: str | KeyPath, sentence: str, fix: str = "", **mend: Any) -> Finding:
+        return self.say("warning", key, sentence, fix, **mend)

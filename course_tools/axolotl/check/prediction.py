@@ -25,6 +25,7 @@ LOSSES = {
     "cut_cross_entropy": "fused",
     "chunked_cross_entropy": "chunked",
 }
+REDUCED = {"reduce_each_micro_batch": True}
 LESS = ("tiled_mlp", "activation_offloading")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 EMBEDDINGS = ("embed_tokens", "lm_head", "wte")
@@ -42,6 +43,8 @@ class Prediction(NamedTuple):
         largest: the largest micro_batch_size, or eval_batch_size where evaluation is the peak, that the card holds,
             everything else as it is; None where not asked.
         certain: the loss and the lengths are known, or what a single token needs is too much already.
+        states_fit: what a single token needs fits; else shorter sequences or checkpointing help nobody.
+        fits_in_shards: it would fit if FSDP reduced the gradients of each micro-batch.
         caveats: what the estimate does not see, in a sentence each.
     """
 
@@ -53,6 +56,8 @@ class Prediction(NamedTuple):
     fits: bool | None = None
     largest: int | None = None
     certain: bool = True
+    states_fit: bool = True
+    fits_in_shards: bool = False
     caveats: tuple[str, ...] = ()
 
 
@@ -69,7 +74,8 @@ def predict(settings: Settings) -> Prediction:
         per_node = settings.cluster.per_node if settings.cluster else MOST_PER_NODE
         host, missing = host_memory(shape, RunSettings(**chosen), per_node), uncounted(shape, RunSettings(**chosen))
         fits = largest = None
-        certain = True
+        certain = states_fit = True
+        in_shards = False
         if settings.cluster and settings.cluster.card:
             room = settings.cluster.card.memory - extra
             fits = memory.fits(room)
@@ -81,11 +87,14 @@ def predict(settings: Settings) -> Prediction:
                 largest = _largest(shape, memory, micro, chosen, room)
                 shortest = {"seq_len": settings.context_parallel, "eval_micro_batch_size": 0}
                 least = estimate(shape, micro_batch_size=1, **chosen | shortest)
-                certain = _loss_and_lengths_known(settings) or not least.fits(room)
+                states_fit = least.fits(room)
+                if chosen["strategy"] == "fsdp" and not chosen["reduce_each_micro_batch"]:
+                    in_shards = estimate(shape, micro_batch_size=micro, **chosen | REDUCED).fits(room)
+                certain = _loss_and_lengths_known(settings) or not states_fit
     except ValueError as error:
         return Prediction(None, str(error), shape)
     caveats = (*missing, *_caveats(settings, extra))
-    return Prediction(memory, "", shape, extra, host, fits, largest, certain, caveats)
+    return Prediction(memory, "", shape, extra, host, fits, largest, certain, states_fit, in_shards, caveats)
 
 
 def _largest(shape: Shape, memory: Breakdown, micro: int, chosen: dict[str, Any], room: int) -> int:
@@ -146,6 +155,8 @@ def choices(settings: Settings) -> dict[str, Any]:
         raise ValueError(
             f"The memory model knows supervised training; rl: {settings.get('rl')} holds more than one model."
         )
+    if settings.expert_parallel > 1 and strategy == "fsdp":
+        raise ValueError("The memory model does not know expert parallelism beside FSDP.")
     method = "qlora" if adapter and settings.get("load_in_4bit") else "lora" if adapter else "full"
     optimizer = OPTIMIZERS.get(str(settings.get("optimizer")))
     if optimizer is None:
@@ -163,6 +174,8 @@ def choices(settings: Settings) -> dict[str, Any]:
         "tensor_parallel": settings.tensor_parallel,
         "seq_len": -(-settings.number("sequence_len") // context) * context,
         "context_parallel": context,
+        "expert_parallel": settings.expert_parallel,
+        "reduce_each_micro_batch": strategy == "fsdp" and settings.syncs_each_batch,
         "num_microbatches": settings.number("gradient_accumulation_steps"),
         "activation_checkpointing": _checkpointing(settings),
         "attention": "eager" if settings.attention == "eager" else "flash",
@@ -197,7 +210,7 @@ def choices(settings: Settings) -> dict[str, Any]:
             chosen["bucket_elements"] = model_shape(settings).hidden ** 2
         if plan == "zero3":
             chosen["reshard_after_forward"] = settings.zero.get("stage3_max_reuse_distance") == 0
-    if settings.cluster and settings.cluster.cpu:
+    if settings.on_cpu:
         chosen |= {"device": "cpu", "step": "loop"}
     return chosen
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.memory import Breakdown, Host
+from course_lib.memory.cards import Cards
 from course_lib.units import GIB, MIB
 from course_tools.axolotl.check.batch import Batch
-from course_tools.axolotl.check.findings import Finding
-from course_tools.axolotl.check.gpus import Cluster
+from course_tools.axolotl.check.document import Document
+from course_tools.axolotl.check.findings import Finding, dotted
 from course_tools.axolotl.check.holders import Holder
 
 
@@ -20,18 +21,18 @@ class Report:
     """An Axolotl YAML, read.
 
     Attributes:
-        name: of the file. cluster: the cards; None if none were told.
+        document: the file. cluster: the cards; None if none were told.
         launch_command: what starts the run. strategy: who wraps the model, in words.
         batch: an optimizer step and an epoch. holders: what each rank holds.
         memory: of the fullest GPU, by the course's estimate; None with `memory_unknown`, why not.
         host: of a machine's own memory.
         fits: whether the card holds it; None without a card, or where not all is counted. largest: the micro_batch_size that would, where it does not
             (the eval_batch_size where evaluation is the peak).
-        caveats: what the estimate does not see. findings: errors first.
+        caveats: what the estimate does not see. findings: errors first. validator_seconds: that Axolotl's took.
     """
 
-    name: str
-    cluster: Cluster | None
+    document: Document
+    cluster: Cards | None
     launch_command: str
     strategy: str
     batch: Batch
@@ -43,6 +44,18 @@ class Report:
     largest: int | None
     caveats: tuple[str, ...]
     findings: tuple[Finding, ...]
+    validator_seconds: float
+
+    @property
+    def name(self) -> str:
+        return str(self.document.path or "the YAML")
+
+    def mended(self) -> str:
+        """The YAML with what `--fix` is sure of; the first of two findings about one key counts."""
+        mends: dict[Any, Any] = {}
+        for finding in self.findings:
+            mends |= {path: value for path, value in finding.mend.items() if path not in mends}
+        return self.document.mended(mends)
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -63,7 +76,11 @@ class Report:
             "fits": self.fits,
             "largest_micro_batch": self.largest,
             "caveats": list(self.caveats),
-            "findings": [asdict(one) for one in self.findings],
+            "findings": [
+                asdict(one) | {"mend": {dotted(path): value for path, value in one.mend.items()}}
+                for one in self.findings
+            ],
+            "validator_seconds": self.validator_seconds,
         }
 
     def __str__(self) -> str:
@@ -82,9 +99,7 @@ class Report:
         if batch.steps_per_epoch is None:
             lines.append(f"an epoch  unknown: {batch.unknown}")
         else:
-            packed = f" in about {batch.packed:,} packed rows" if batch.packed is not None else ""
-            about = "about " if batch.packed is not None else ""
-            lines.append(f"an epoch  {batch.rows:,} rows{packed}: {about}{batch.steps_per_epoch:,} steps")
+            lines.append(f"an epoch  {batch.rows:,} rows: {batch.steps_per_epoch:,} steps")
         if batch.total_steps is not None:
             lines.append(f"the run   {batch.total_steps:,} steps" + (" (max_steps)" if batch.capped else ""))
         return lines
@@ -100,7 +115,7 @@ class Report:
             return [*lines, f"memory a GPU: not predicted. {self.memory_unknown}"]
         need = self.memory
         lines.append(f"  activations and logits {amount(need.activations + need.logits):>19}")
-        if self.cluster and self.cluster.cpu:
+        if self.cluster and not self.cluster.card:
             lines.append(f"memory a rank: peak {amount(need.peak)} ({need.peak_phase})")
         else:
             lines.append(
@@ -113,8 +128,8 @@ class Report:
             ]
             lines.append(f"  {self.cluster.card.name}: {room}, {verdict}")
         if self.host and self.host.peak:
-            loading, training = amount(self.host.loading), amount(self.host.training)
-            lines.append(f"host memory a node: {loading} while the model is loaded, {training} offloaded from then on")
+            offloaded = f", {amount(self.host.training)} offloaded from then on" if self.host.training else ""
+            lines.append(f"host memory of each machine: {amount(self.host.loading)} while the model is loaded{offloaded}")
         return [*lines, *(f"  {caveat}" for caveat in self.caveats)]
 
     def _findings(self) -> list[str]:
@@ -134,7 +149,7 @@ def amount(size: int) -> str:
     return f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / MIB:,.2f} MiB"
 
 
-def launch_command(path: Path | None, cluster: Cluster | None) -> str:
+def launch_command(path: Path | None, cluster: Cards | None) -> str:
     """``axolotl train`` for these cards; on several machines the command of each of them, with its rank to fill in."""
     name = shlex.quote(str(path or "run.yml"))
     if cluster is None or cluster.ranks == 1:

@@ -10,30 +10,32 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from course_tools.axolotl.check.gpus import Cluster
-from course_tools.axolotl.check.yaml_lines import Document
+from course_lib.memory.cards import Cards
+from course_tools.axolotl.check.document import Document
 
 # The keys that rules ask for, by what they hold. A value of another kind is left out: Axolotl's validator names it.
 KEYS = {
     "whole number": """micro_batch_size gradient_accumulation_steps sequence_len batch_size eval_batch_size max_steps
         warmup_steps tensor_parallel_size context_parallel_size sequence_parallel_degree dp_shard_size dp_replicate_size
-        lora_r sample_packing_bin_size pad_to_multiple_of""",
-    "number": "num_epochs val_set_size save_steps saves_per_epoch lora_alpha",
+        expert_parallel_size         lora_r sample_packing_bin_size pad_to_multiple_of""",
+    "number": "num_epochs val_set_size save_steps saves_per_epoch eval_steps evals_per_epoch lora_alpha",
     "flag": """load_in_4bit load_in_8bit bfloat16 float16 sample_packing pad_to_sequence_len multipack_real_batches
         dataloader_drop_last auto_resume_from_checkpoints save_only_model lora_target_linear skip_prepare_dataset
         lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel xformers_attention sage_attention
         flex_attention flash_attention sdp_attention eager_attention qlora_sharded_model_loading
-        offload_params cpu_ram_efficient_loading activation_checkpointing quantize_moe_experts""",
+        offload_params cpu_ram_efficient_loading activation_checkpointing quantize_moe_experts
+        load_best_model_at_end eval_sample_packing""",
     "text": """base_model tokenizer_config adapter optimizer attn_implementation save_strategy output_dir
         resume_from_checkpoint lora_model_dir rl path split field field_messages message_field_role
-        message_field_content state_dict_type final_state_dict_type""",
+        message_field_content state_dict_type final_state_dict_type
+        transformer_layer_cls_to_wrap""",
     "flag or text": """bf16 fp16 tf32 gradient_checkpointing activation_offloading tiled_mlp chunked_cross_entropy
         cut_cross_entropy liger_fused_linear_cross_entropy""",
     "text or mapping": "deepspeed type",
-    "mapping": "fsdp_config message_property_mappings",
-    "list": "datasets test_datasets plugins",
+    "mapping": "fsdp_config message_property_mappings special_tokens accelerator_config",
+    "list": "datasets test_datasets plugins tokens",
     "anything": """pretraining_dataset selective_checkpointing learning_rate lr_scheduler_kwargs fsdp_version
-        lora_target_modules lora_target_parameters lora_modules_to_save weight length shards""",
+        lora_target_modules lora_target_parameters lora_modules_to_save peft_trainable_token_indices weight length shards""",
 }
 KINDS = {key: kind for kind, keys in KEYS.items() for key in keys.split()}
 DEFAULTS = {
@@ -56,6 +58,7 @@ ATTENTION_FLAGS = {
     "sdp_attention": "sdpa",
     "eager_attention": "eager",
 }
+AMPERE = (8, 0)
 MOST = 2**31  # a count above this is a slip, and rules_batch says so
 
 
@@ -96,7 +99,7 @@ class Settings:
     """
 
     document: Document
-    cluster: Cluster | None
+    cluster: Cards | None
     folder: Path
 
     @cached_property
@@ -126,6 +129,22 @@ class Settings:
         return self.number("tensor_parallel_size")
 
     @property
+    def expert_parallel(self) -> int:
+        return self.number("expert_parallel_size")
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.cluster is not None and self.cluster.card is None
+
+    @property
+    def old_card(self) -> str:
+        """The card's name and capability if it is older than Ampere; "" otherwise."""
+        card = self.cluster.card if self.cluster else None
+        if card is None or card.capability is None or card.capability >= AMPERE:
+            return ""
+        return "a {} has compute capability {}.{}".format(card.name, *card.capability)
+
+    @property
     def context_key(self) -> str:
         """The name that the YAML has for context parallelism, the new one or the old one."""
         return "context_parallel_size" if self.given("context_parallel_size") else "sequence_parallel_degree"
@@ -137,7 +156,7 @@ class Settings:
     @property
     def axes(self) -> dict[str, int]:
         """The sizes above 1, in the order in which the ranks are divided by them."""
-        keys = ("tensor_parallel_size", self.context_key, "dp_shard_size", "dp_replicate_size")
+        keys = ("expert_parallel_size", "tensor_parallel_size", self.context_key, "dp_shard_size", "dp_replicate_size")
         return {key: self.number(key) for key in keys if self.number(key) > 1}
 
     @property
@@ -209,6 +228,12 @@ class Settings:
         for name in names:
             found = found.get(name) if isinstance(found, dict) else None
         return found if isinstance(found, dict) else {}
+
+    @property
+    def syncs_each_batch(self) -> bool:
+        """Whether FSDP reduces the gradients of each micro-batch; else they stay whole until the last one."""
+        found = (self.given("accelerator_config") or {}).get("gradient_accumulation_kwargs")
+        return isinstance(found, dict) and bool(found.get("sync_each_batch"))
 
     @property
     def strategy(self) -> str:

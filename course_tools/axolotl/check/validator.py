@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.launch.checkout import python_path
+from course_lib.memory.cards import Cards
 from course_lib.validation import did_you_mean
+from course_tools.axolotl.check.document import Document, KeyPath, Renamed, written_number
 from course_tools.axolotl.check.findings import Finding, dotted
-from course_tools.axolotl.check.gpus import Cluster
-from course_tools.axolotl.check.yaml_lines import Document, written_number
 
 AXOLOTL = "0.21.0"  # as requirements-no-deps.txt pins it
 MISSING = Finding(
@@ -38,7 +38,7 @@ _lock = threading.Lock()
 _process: subprocess.Popen[bytes] | None = None
 
 
-def findings(document: Document, cluster: Cluster | None, folder: Path) -> list[Finding]:
+def findings(document: Document, cluster: Cards | None, folder: Path) -> list[Finding]:
     """What Axolotl refuses, warns of, and reads past. Starts its process on the first call, and says so on stderr."""
     if importlib.util.find_spec("axolotl") is None:
         return [MISSING]
@@ -54,9 +54,9 @@ def findings(document: Document, cluster: Cluster | None, folder: Path) -> list[
     ]
 
 
-def pretended(cluster: Cluster | None) -> dict[str, Any]:
+def pretended(cluster: Cards | None) -> dict[str, Any]:
     """The capabilities that Axolotl would read off the cards."""
-    major, minor = (cluster.capability if cluster else None) or ASSUMED
+    major, minor = (cluster.card.capability if cluster and cluster.card else None) or ASSUMED
     return {
         "bf16": (major, minor) >= (8, 0),
         "fp8": (major, minor) >= (9, 0),
@@ -166,7 +166,7 @@ def _path_in(steps: list[Any], values: Any) -> tuple[Any, ...]:
 def _mended(document: Document, path: tuple[Any, ...], sentence: str) -> str:
     """What to write where YAML itself is the trap."""
     value = document.value(*path)
-    if path in document.plain_strings:
+    if path in document.texts_like_numbers:
         return f"YAML 1.1 reads {value} as text: write {written_number(value)}"
     if "valid string" in sentence and isinstance(value, bool):
         words = ("no", "off", "false") if value is False else ("yes", "on", "true")
@@ -184,29 +184,24 @@ def _plugins(document: Document, answer: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _unknown(document: Document, answer: dict[str, Any]) -> Iterator[Finding]:
-    folders = [name.removeprefix("axolotl.integrations.").split(".")[0] for name in answer["plugins"]]
     heard = " ".join([*(one["words"] for one in answer["refusals"]), *answer["warnings"]])
-    foreign = [name for name in answer["plugins"] if not name.startswith("axolotl.")]
     for one in answer["unknown"]:
-        path, plugin, near = tuple(one["path"]), one["plugin"], one["near"]
-        key = str(path[-1])
-        if re.search(rf"[`'.]{re.escape(key)}\b", heard) or (plugin and plugin["folder"] in folders):
-            continue  # Axolotl speaks of it itself, or a plugin that cannot be loaded here brings it
-        level = "note" if one["null"] or foreign else "error"
-        if plugin:
-            sentence = "The key belongs to a plugin that the YAML does not load: it changes nothing."
-            yield _at(document, level, path, sentence, f"add {plugin['name']} to plugins")
-            continue
+        path, near = tuple(one["path"]), one["near"]
+        key, here = str(path[-1]), " here" if len(path) > 1 else ""
+        if re.search(rf"[`'.]{re.escape(key)}\b", heard):
+            continue  # Axolotl speaks of it itself
+        mend: dict[KeyPath, Any] = {}
         if near:
-            fix = f"write {near}"
+            fix, mend = f"write {near}", {path: Renamed(near)}
         elif one["section"] is None:
-            fix = "leave it out, or look its name up"
+            fix = "leave it out, or name the plugin that brings it in plugins"
         else:
             fix = f"put it into {one['section']}" if one["section"] else "put it at the top level"
-        doubt = f" (unless {' or '.join(foreign)} brings it)" if foreign else ""
-        here = " here" if len(path) > 1 else ""
-        sentence = f"Axolotl knows no such key{here} and reads past it without a word{doubt}."
-        yield _at(document, level, path, sentence, fix)
+            mend = {path: None, (*filter(None, [one["section"]]), key): document.value(*path)}
+        # a plugin that cannot be loaded here may bring it
+        level = "note" if one["null"] or answer["plugins"] else "error"
+        sentence = f"Axolotl knows no such key{here} and reads past it without a word."
+        yield _at(document, level, path, sentence, fix, mend)
 
 
 def _rest(document: Document, answer: dict[str, Any]) -> Iterator[Finding]:
@@ -214,11 +209,23 @@ def _rest(document: Document, answer: dict[str, Any]) -> Iterator[Finding]:
         key, value = one["key"], document.values[one["key"]]
         what = key.replace("lr_", "").replace("_", " ")
         sentence = f"Neither Axolotl nor transformers has the {what} {value!r}; only the trainer will say so."
-        yield _at(document, "warning", (key,), sentence, f"write {one['near']}" if one["near"] else "look its name up")
+        fix, mend = (f"write {one['near']}", {(key,): one["near"]}) if one["near"] else ("look its name up", {})
+        yield _at(document, "warning", (key,), sentence, fix, mend)
+    folded: dict[str, list[str]] = {}  # one sentence for each key that is meant is said once
     for line in answer["warnings"]:
         if "load required plugin" not in line:
-            yield Finding("note", "", None, f"Axolotl: “{' '.join(line.split())}”")
+            folded.setdefault(re.sub(r"`[^`]*`|'[^']*'|\b\w*_\w+\b", "…", line), []).append(" ".join(line.split()))
+    for same in folded.values():
+        more = f" (and {len(same) - 1} more like it)" if same[1:] else ""
+        yield Finding("note", "", None, f"Axolotl: “{same[0]}”{more}")
 
 
-def _at(document: Document, level: str, path: tuple[Any, ...], sentence: str, fix: str = "") -> Finding:
-    return Finding(level, dotted(path), document.line(*path) if path else None, sentence, fix)
+def _at(
+    document: Document,
+    level: str,
+    path: tuple[Any, ...],
+    sentence: str,
+    fix: str = "",
+    mend: dict[KeyPath, Any] | None = None,
+) -> Finding:
+    return Finding(level, dotted(path), document.line(*path), sentence, fix, mend or {})

@@ -160,9 +160,9 @@ def _fsdp(plan: Plan) -> dict[str, Any]:
 
 def _report(plan: Plan, found: dict[str, Any]) -> Any:
     """The check of the values on the plan's cards."""
-    from course_tools.axolotl.check import Cluster, check
+    from course_lib.memory.cards import Cards
+    from course_tools.axolotl.check import check
 
     nodes, per_node = layout(plan)
     card = None if plan.machines.cpu else plan.machines.card
-    cards = Cluster(nodes, per_node, card, card.capability if card else None)
-    return check(found, gpus=cards, validate=False)
+    return check(found, gpus=Cards(nodes, per_node, card), validate=False)
