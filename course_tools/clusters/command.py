@@ -1,13 +1,16 @@
-"""``beyond cluster``: write a run's launch files, and print the one command that starts it."""
+"""``beyond cluster``: write a run's launch file, and print the one command that starts it."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from course_lib.files import write_atomically
 from course_tools.clusters.job import Job
-from course_tools.clusters.writing import TARGETS, launch_files, options_of, start_command, write
+from course_tools.clusters.targets import TARGETS
+from course_tools.clusters.writing import launch_files, options_of, start_command
 from course_tools.command_line import ArgumentParser, reports_errors
 
 
@@ -15,10 +18,10 @@ def parser() -> ArgumentParser:
     """``cluster write`` and ``cluster show`` with the settings of `Job`; ``cluster options`` of one target."""
     parser = ArgumentParser(prog="beyond cluster", description="Launch files for a cluster.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb, text in (("write", "write the files into --out"), ("show", "print the files, write nothing")):
+    for verb, text in (("write", "write the launch file into --out"), ("show", "print it, write nothing")):
         command = verbs.add_parser(verb, help=text)
         _add_settings(command)
-        command.add_argument("--out", default="launch", metavar="DIR", help="folder of the files; default launch")
+        command.add_argument("--out", default="launch", metavar="DIR", help="folder of the file; default launch")
     options = verbs.add_parser("options", help="what --set takes for a target")
     options.add_argument("--target", required=True, metavar="TARGET", help=", ".join(TARGETS))
     return parser
@@ -54,15 +57,17 @@ def main(argv: Sequence[str]) -> int:
     if verb == "options":
         print("\n".join(f"{name:15}{text}" for name, text in options_of(target).items()))
         return 0
-    out, job = settings.pop("out"), _job(settings)
+    out, job = Path(settings.pop("out")), _job(settings)
+    files, command = launch_files(job, target, out), start_command(job, target, out)
     if verb == "show":
-        for name, text in launch_files(job, target, out).items():
-            print(f"# ---- {out}/{name}\n{text}")
-        print(start_command(job, target, out))
+        print("\n".join([*files.values(), command]))
         return 0
-    written = write(job, target, out)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        write_atomically(out / name, text)
+        print(f"wrote {out / name}")
     where = f"on each of the {job.num_nodes} machines" if target == "torchrun" and job.num_nodes > 1 else "to start it"
-    print(f"wrote {', '.join(map(str, written.files))}\n{where}: {written.command}")
+    print(f"{where}: {command}")
     return 0
 
 

@@ -2,136 +2,136 @@
 
 from __future__ import annotations
 
-import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
 from typing import Any
-
-import yaml
 
 from course_lib.memory.cards import CARDS, card
 from course_lib.validation import check_counts, positive
-from course_tools.clusters.validation import CONTROL_CHARACTER, check_environment, check_job_name, check_line
+from course_tools.axolotl.check import read_yaml
 
-CPU = "cpu"  # instead of a card: ranks on CPU over gloo
 TO_LEAVE = 20  # seconds of a notice that are kept for what follows the ranks: torchrun's own end, and queueing again
+
+JOB_NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")  # Kubernetes is the strictest of the targets
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+LOOKS_SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
+# Set by torchrun on every rank, or by the scheduler on every machine: a value from us would be the same on all of them
+SET_BY_LAUNCHERS = re.compile(
+    r"RANK|LOCAL_RANK|GROUP_RANK|NODE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|RDZV_ENDPOINT"
+    r"|(PET|SLURM|SKYPILOT|AZUREML|TORCHELASTIC)_.*"
+)
+
+# Why the launch files set a variable that nobody asked for
+WHY = {
+    "NCCL_DEBUG": "otherwise NCCL says nothing when a link breaks",
+    "PYTHONUNBUFFERED": "a line is in the log as soon as it is printed",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "otherwise a second attempt hangs: pytorch#135712",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "seconds for the ranks to save after SIGTERM; torchrun would give them 30",
+    "CUDA_VISIBLE_DEVICES": "otherwise ranks on CPU might find a GPU",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training run that any of the targets can be asked for. Give `config` or `command`, not both.
+    """A training run that any of the targets can be asked for. Give `config` or `command`, not both."""
 
-    Attributes:
-        name: of the job on the cluster: small letters, digits, dashes.
-        config: an Axolotl YAML; the launch files train it, resume it and send its output to `output_dir`.
-        command: what torchrun is to start, ``"-m my_package.train --steps 20"`` or ``"train.py --lr 1e-4"``, as one line
-            or as a list of words; ``{output_dir}`` in it becomes the output folder.
-        num_nodes: machines.
-        gpus_per_node: GPUs of each machine, and so ranks of each machine.
-        gpu: a card of `course_lib.memory.cards`, or "cpu": no GPU asked for, `gpus_per_node` ranks on CPU.
-        cpus_per_gpu: CPU cores for each rank: it needs one itself, and its data loader's workers the others.
-        hours: limit of one attempt, enforced by Slurm, Kubernetes and Azure ML.
-        image: container image; Kubernetes and Azure ML need one, SkyPilot takes one.
-        env: environment variables of every rank, besides those of `variables`.
-        secrets: names of variables whose values stay in your environment, or in the cluster's store of secrets.
-        setup: shell lines to run first on every machine, such as "source .venv/bin/activate".
-        output_dir: folder for checkpoints and results; the same storage on every machine and in every attempt. By
-            default the config's own output_dir, or else runs/NAME.
-        max_restarts: how often torchrun's agents, and the scheduler where it can, may start again after a failure.
-        notice: seconds of warning before a time limit or a preemption ends the run.
-        code: the folder that Azure ML and SkyPilot send along, and which holds `config`.
-        options: settings of one target only (`course_tools.clusters.options_of`), such as {"partition": "gpu"}.
-    """
-
-    name: str
-    config: str | None = None
+    name: str  # on the cluster: small letters, digits, dashes
+    config: str | None = None  # an Axolotl YAML: it is trained, resumed, and its output goes to `output_dir`
+    # What torchrun is to start: "-m my_package.train --steps 20" or "train.py --lr 1e-4", as one line or as a list of
+    # words; {output_dir} in it becomes the output folder
     command: str | Sequence[str] | None = None
-    num_nodes: int = 1
-    gpus_per_node: int | None = None
-    gpu: str = "a100-80gb"
-    cpus_per_gpu: int = 8
-    hours: float = 24
-    image: str | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
-    secrets: Sequence[str] = ()
-    setup: Sequence[str] = ()
+    num_nodes: int = 1  # machines
+    gpus_per_node: int | None = None  # GPUs, and so ranks, of each machine
+    gpu: str = "a100-80gb"  # a card of `course_lib.memory.cards`, or "cpu": no GPU asked for, ranks on CPU over gloo
+    cpus_per_gpu: int = 8  # CPU cores for each rank: one for itself, the others for its data loader's workers
+    hours: float = 24  # limit of one attempt, enforced by Slurm, Kubernetes and Azure ML
+    image: str | None = None  # container image; Kubernetes and Azure ML need one, SkyPilot takes one
+    env: Mapping[str, str] = field(default_factory=dict)  # environment of every rank, besides what `variables` adds
+    secrets: Sequence[str] = ()  # variables whose values stay in your environment, or in the cluster's store of secrets
+    setup: Sequence[str] = ()  # shell lines to run first on every machine, such as "source .venv/bin/activate"
+    # For checkpoints and results; the same storage on every machine and in every attempt. By default the config's own
+    # output_dir, or else runs/NAME
     output_dir: str | None = None
-    max_restarts: int = 3
-    notice: int = 120
-    code: str = "."
-    options: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 3  # how often torchrun, and the scheduler where it can, may start again after a failure
+    notice: int = 120  # seconds of warning before a time limit or a preemption ends the run
+    code: str = "."  # the folder that Azure ML and SkyPilot send along, and which holds `config`
+    options: Mapping[str, str] = field(default_factory=dict)  # of one target only: `course_tools.clusters.options_of`
 
     def __post_init__(self) -> None:
-        check_job_name(self.name)
+        if not JOB_NAME.fullmatch(self.name):
+            raise ValueError(
+                f"name={self.name!r}: write 1 to 40 small letters, digits and dashes that begin with a letter and end "
+                "with a letter or digit: Kubernetes takes no other name."
+            )
         if self.gpus_per_node is None:
             raise ValueError("gpus_per_node is missing: say how many GPUs each machine has, for one rank runs on each.")
         check_counts(num_nodes=self.num_nodes, gpus_per_node=self.gpus_per_node, cpus_per_gpu=self.cpus_per_gpu)
-        for name in ("max_restarts", "notice"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name}={value!r}: give a whole number of at least 0.")
         positive(hours=self.hours)
-        if self.seconds <= 2 * self.notice:
-            raise ValueError(
-                f"notice={self.notice} seconds is half of hours={self.hours:g} or more: ask for more hours."
-            )
-        self._check_gpu()
-        for name in ("secrets", "setup"):
-            if isinstance(getattr(self, name), str):
-                raise ValueError(f"{name}={getattr(self, name)!r}: give a list of texts.")
-        check_line(**{f"setup[{number}]": text for number, text in enumerate(self.setup)}, code=self.code)
-        check_environment(self.env, list(self.secrets))
-        if self.image is not None:
-            check_line(image=self.image)
-            if " " in self.image:
-                raise ValueError(f"image={self.image!r}: an image's name has no spaces in it.")
-        if not isinstance(self.options, Mapping):
-            raise ValueError(f"options={self.options!r}: give a dict of texts, such as {{'partition': 'gpu'}}.")
-        check_line(**{f"options[{name!r}]": text for name, text in self.options.items()})
-        self._check_program()
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts={self.max_restarts}: give a whole number of at least 0.")
+        if not 0 <= 2 * self.notice < self.seconds:
+            raise ValueError(f"notice={self.notice}: give 0 or more seconds, less than half of hours={self.hours:g}.")
+        if not self.on_cpu:
+            if card(self.gpu).name not in CARDS:
+                raise ValueError(
+                    f"gpu={self.gpu!r} is an amount of memory: name the card to rent, such as 'a100-80gb'."
+                )
+            object.__setattr__(self, "gpu", card(self.gpu).name)
+        self._check_environment()
+        if isinstance(self.setup, str):
+            raise ValueError(f"setup={self.setup!r}: give a list of lines.")
+        _check_lines({f"setup[{number}]": line for number, line in enumerate(self.setup)})
+        _check_lines({f"options[{name!r}]": text for name, text in self.options.items()})
+        _check_lines({"code": self.code} | ({"image": self.image} if self.image is not None else {}))
+        self._settle_program()
 
-    def _check_gpu(self) -> None:
-        if self.gpu == CPU:
-            return
-        if card(self.gpu).name not in CARDS:
-            raise ValueError(f"gpu={self.gpu!r} is an amount of memory: name the card to rent, such as 'a100-80gb'.")
-        object.__setattr__(self, "gpu", card(self.gpu).name)
+    def _check_environment(self) -> None:
+        if isinstance(self.secrets, str):
+            raise ValueError(f"secrets={self.secrets!r}: give a list of names.")
+        for name in [*self.env, *self.secrets]:
+            if not VARIABLE.fullmatch(name):
+                raise ValueError(
+                    f"{name!r} is no name of an environment variable: letters, digits and _, no digit first."
+                )
+            if SET_BY_LAUNCHERS.fullmatch(name):
+                raise ValueError(f"{name} is set by the launcher, to another value on each machine: leave it out.")
+        for name, value in self.env.items():
+            if name in self.secrets or LOOKS_SECRET.search(name):
+                raise ValueError(
+                    f"env[{name!r}] would write a secret into a file: name it in secrets=[{name!r}] instead, and its "
+                    "value stays in your environment."
+                )
+            if value != "":
+                _check_lines({f"env[{name!r}]": value})
 
-    def _check_program(self) -> None:
+    def _settle_program(self) -> None:
+        """Take apart the command, and find out where the output goes."""
         if (self.config is None) == (self.command is None):
             raise ValueError("Give either config=, an Axolotl YAML, or command=, what torchrun is to start.")
-        settings = {}
-        if self.config is not None:
-            settings = _read_config(self.config)
+        output_dir = self.output_dir or f"runs/{self.name}"
+        if self.command is not None:
+            object.__setattr__(self, "command", tuple(_words(self.command)))
         else:
-            object.__setattr__(self, "command", tuple(_split_command(self.command)))
-        output_dir = self.output_dir or settings.get("output_dir") or f"runs/{self.name}"
-        check_line(output_dir=output_dir)
+            _check_lines({"config": self.config})
+            settings = read_yaml(self.config).values  # what they mean is a matter for `beyond check`
+            output_dir = self.output_dir or settings.get("output_dir") or output_dir
+        _check_lines({"output_dir": output_dir})
         object.__setattr__(self, "output_dir", output_dir)
+
+    @property
+    def on_cpu(self) -> bool:
+        """No GPU is asked for."""
+        return self.gpu == "cpu"
 
     @property
     def summary(self) -> str:
         """The job in one line, for the top of each file."""
-        what = self.config if self.config is not None else " ".join(self.command)
-        where = "on CPU" if self.gpu == CPU else f"on {self.gpu}"
-        return f"{self.name}: {what}, {self.num_nodes} x {self.gpus_per_node} = {self.world_size} ranks {where}"
-
-    @property
-    def config_in_code(self) -> str | None:
-        """Where the config lies inside the folder `code`, which is sent to the machines."""
-        if self.config is None:
-            return None
-        inside = Path(os.path.relpath(self.config, self.code))
-        if inside.is_absolute() or ".." in inside.parts:
-            raise ValueError(f"config={self.config!r} lies outside code={self.code!r}, so no machine would receive it.")
-        return str(PurePosixPath(*inside.parts))
-
-    @property
-    def world_size(self) -> int:
-        """Ranks over all machines."""
-        return self.num_nodes * self.gpus_per_node
+        what = self.config or " ".join(self.command)
+        ranks = self.num_nodes * self.gpus_per_node
+        where = "CPU" if self.on_cpu else self.gpu
+        return f"{self.name}: {what}, {self.num_nodes} x {self.gpus_per_node} = {ranks} ranks on {where}"
 
     @property
     def seconds(self) -> int:
@@ -144,61 +144,36 @@ class Job:
         return self.gpus_per_node * self.cpus_per_gpu
 
     @property
-    def shutdown_timeout(self) -> int:
-        """Seconds that torchrun gives its ranks between SIGTERM and SIGKILL, to save in."""
-        return max(1, self.notice - TO_LEAVE)
-
-    @property
     def variables(self) -> dict[str, str]:
-        """The environment of every rank, secrets left out."""
-        # Without NCCL_DEBUG, NCCL says nothing when a link breaks; WARN prints one line in a healthy run.
-        # With a shared store, the ranks of a second attempt read the first attempt's addresses and hang:
-        # github.com/pytorch/pytorch/issues/135712, and seen with torch 2.13 over two agents.
-        usual = {"NCCL_DEBUG": "WARN", "PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        # torchrun would give 30 seconds. Not its option --shutdown-timeout: PyTorch before 2.12 refuses that, and ignores
-        # this, and always gives 30.
-        usual["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(self.shutdown_timeout)
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.gpu == CPU else {}  # or ranks on CPU would find a GPU after all
-        return usual | hidden | dict(self.env)
+        """The environment of every rank, secrets left out; `WHY` says what the first ones are for."""
+        result = {"NCCL_DEBUG": "WARN", "PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        # Not torchrun's option --shutdown-timeout, which PyTorch before 2.12 refuses (it always gives 30 seconds)
+        result["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(max(1, self.notice - TO_LEAVE))
+        if self.on_cpu:
+            result["CUDA_VISIBLE_DEVICES"] = ""
+        return result | dict(self.env)
 
 
-def _read_config(config: Any) -> dict[str, Any]:
-    """Read an Axolotl YAML; what its settings mean is checked by `beyond check`."""
-    check_line(config=config)
-    path = Path(config)
-    if not path.is_file():
-        raise ValueError(f"config={config!r}: there is no such file here.")
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ValueError(f"config={config!r}, {where}this is no YAML: {getattr(error, 'problem', error)}.") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"config={config!r}: an Axolotl YAML is made of lines such as 'base_model: NAME'.")
-    return settings
+def _check_lines(texts: Mapping[str, Any]) -> None:
+    """Raise ValueError for what is not one line of text: a line break would begin a new line of the file."""
+    for name, text in texts.items():
+        if not isinstance(text, str) or not text.strip() or not text.isprintable():
+            raise ValueError(f"{name}={text!r}: give one line of text, without tabs and other control characters.")
 
 
-def _split_command(command: Any) -> list[str]:
+def _words(command: str | Sequence[str]) -> list[str]:
     """Return the words after torchrun's own options: ``-m module …`` or ``script.py …``."""
-    if isinstance(command, str):
-        check_line(command=command)
-        try:
-            words = shlex.split(command)
-        except ValueError as error:
-            raise ValueError(f"command={command!r}: a quotation mark is not closed.") from error
-    else:
-        words = list(command)
-        for number, word in enumerate(words):
-            if not isinstance(word, str) or CONTROL_CHARACTER.search(word):
-                raise ValueError(f"command[{number}]={word!r}: give texts of one line.")
+    try:
+        words = shlex.split(command) if isinstance(command, str) else list(command)
+    except ValueError as error:
+        raise ValueError(f"command={command!r}: a quotation mark is not closed.") from error
+    _check_lines({f"command[{number}]": word for number, word in enumerate(words) if word != ""})
     if words[:1] == ["torchrun"]:
         words = words[1:]
-    if words[:1] == ["-m"] and len(words) > 1 and all(part.isidentifier() for part in words[1].split(".")):
-        return words
-    if words and words[0].endswith(".py") and not words[0].startswith("-"):
-        return words
-    raise ValueError(
-        f"command={command!r}: write what torchrun starts, '-m module …' or 'script.py …'; "
-        "the launcher and its options are written for you."
-    )
+    starts_module = words[:1] == ["-m"] and len(words) > 1
+    if not starts_module and not (words and words[0].endswith(".py") and not words[0].startswith("-")):
+        raise ValueError(
+            f"command={command!r}: write what torchrun starts, '-m module …' or 'script.py …'; "
+            "the launcher and its options are written for you."
+        )
+    return words

@@ -1,71 +1,75 @@
-"""From one job to the files of one target, and the one command that starts it."""
+"""From one job to the file of one target, and the command that starts it.
+
+Each file is a Jinja2 template in templates/, which reads like the file itself.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shlex
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+
+import jinja2
+import yaml
 
 from course_lib.validation import pick
-from course_tools.clusters import azureml, kubernetes, skypilot, slurm, torchrun
-from course_tools.clusters.job import Job
-from course_tools.clusters.validation import check_line
-
-_MODULES = {module.__name__.rpartition(".")[2]: module for module in (torchrun, slurm, kubernetes, azureml, skypilot)}
-TARGETS = tuple(_MODULES)
-
-
-class Written(NamedTuple):
-    """The files that `write` wrote, and what to type from the folder in which it was called."""
-
-    files: list[Path]
-    command: str
+from course_tools.clusters.job import WHY, Job
+from course_tools.clusters.targets import TARGETS
 
 
 def options_of(target: str) -> dict[str, str]:
     """Return the options of a target and what each is for."""
-    pick("target", target, TARGETS)
-    return dict(_MODULES[target].OPTIONS)
+    pick("target", target, tuple(TARGETS))
+    return TARGETS[target].options
 
 
 def launch_files(job: Job, target: str, folder: str | os.PathLike[str] = ".") -> dict[str, str]:
-    """Return the files that start `job` on `target`, as file name to text; nothing is written or started.
+    """Return the file that starts `job` on `target`, as name to text; nothing is written or started.
 
     Args:
         job: the run.
         target: one of `TARGETS`.
-        folder: where the files will lie, as seen from the folder of the code: some of them name it.
+        folder: where the file will lie, as seen from the folder of the code: its comments name it.
     """
-    return _module(job, target).files(job, _folder_text(folder))
+    values = _values(job, target, folder)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"quote": shlex.quote, "yaml": _yaml, "unexpanded": _unexpanded, "why": _why}
+    name = TARGETS[target].file
+    return {name: environment.get_template(f"{name}.j2").render(job=job, options=job.options, **values)}
 
 
 def start_command(job: Job, target: str, folder: str | os.PathLike[str] = ".") -> str:
-    """Return what to type, once the files lie in `folder`. Raises ValueError as `launch_files`."""
-    return _module(job, target).command(job, _folder_text(folder))
+    """Return what to type, once the file lies in `folder`. Raises ValueError as `launch_files`."""
+    return _values(job, target, folder)["start"]
 
 
-def write(job: Job, target: str, folder: str | os.PathLike[str]) -> Written:
-    """Write the files into `folder`, which is made if need be."""
-    files = {Path(folder) / name: text for name, text in launch_files(job, target, folder).items()}
-    if Path(folder).is_file():
-        raise ValueError(f"folder={str(folder)!r} is a file: name a folder for the launch files.")
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for path, text in files.items():
-        path.write_text(text, encoding="utf-8")
-    return Written(list(files), start_command(job, target, folder))
-
-
-def _module(job: Any, target: str) -> ModuleType:
-    if not isinstance(job, Job):
-        raise ValueError(f"job={job!r}: give a Job.")
-    pick("target", target, TARGETS)
+def _values(job: Job, target: str, folder: str | os.PathLike[str]) -> dict[str, object]:
+    options = options_of(target)
     for name in job.options:
-        pick(f"options of {target}", name, tuple(_MODULES[target].OPTIONS))
-    return _MODULES[target]
+        pick(f"options of {target}", name, tuple(options))
+    path = os.path.join(folder, TARGETS[target].file)
+    return TARGETS[target].values(job, os.fspath(folder), shlex.quote(path))
 
 
-def _folder_text(folder: str | os.PathLike[str]) -> str:
-    text = os.fspath(folder)
-    check_line(folder=text)
-    return text.rstrip("/") or text
+def _yaml(text: str) -> str:
+    """Write a text in YAML, in quotation marks where some reader might see no text: 1e-5 is a number to Kubernetes."""
+    plain = re.fullmatch(r"[A-Za-z/][-\w./:@]+", text) and yaml.safe_load(text) == text
+    return text if plain else json.dumps(text, ensure_ascii=False)
+
+
+def _unexpanded(text: str) -> str:
+    """Escape text for env and args of a pod, where Kubernetes expands $(NAME) and reads $$ as one $."""
+    return re.sub(r"\$(?=[$(])", "$$", text)
+
+
+def _why(variable: str) -> str:
+    """Return the comment behind a variable that the launch files set on their own."""
+    return f"  # {WHY[variable]}" if variable in WHY else ""
