@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import typing
 import warnings
 from types import ModuleType
 
@@ -29,6 +30,8 @@ def megatron_core() -> ModuleType:
         kernels = ModuleType(NEEDS_TRITON, "Empty: these kernels need triton.")
         kernels.GLOBAL_BLOCK_SIZE = kernels.paged_stash_copy_kernel = kernels.paged_stash_pop_kernel = None
         sys.modules[NEEDS_TRITON] = kernels
+    if not hasattr(typing, "override"):  # Python 3.11, which Megatron does not declare
+        typing.override = lambda method: method
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that Transformer Engine and Apex are missing: true, and nothing to act on
         import megatron.core

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import torch
 
-from course_tools.conversion.architecture import Architecture
-from course_tools.conversion.pieces import LAYOUTS, Piece, ends, pieces
+from course_tools.conversion.architecture import EMBEDDING, OUTPUT, Architecture, compare
+from course_tools.conversion.pieces import MEGATRON_ENDS, Piece, pieces
 
+State = Mapping[str, torch.Tensor]
 Place = tuple[int, int]  # (tensor-parallel rank, pipeline stage)
+Source = tuple[Piece, int, list[torch.Tensor]]  # what `rejoin` needs for one tensor of the whole model
 COMPUTED = ".rotary_emb.inv_freq"  # a buffer that old Llama checkpoints hold; transformers computes it from config.json
 
 
@@ -25,37 +28,33 @@ def separate(fused: torch.Tensor, rows: list[int], groups: int = 1) -> list[torc
     return [share.flatten(0, 1) for share in shares]
 
 
-def cut(piece: Piece, tp: int, rank: int, sources: list[Any]) -> torch.Tensor:
-    """Return one rank's tensor of a piece, in memory of its own.
-
-    Its sources are tensors, or anything that gives tensors when it is sliced.
-    """
+def cut(piece: Piece, tp: int, rank: int, state: State) -> torch.Tensor:
+    """Return one rank's tensor of a piece of the whole model, in memory of its own."""
     parts = []
-    for source, shape in zip(sources, piece.shapes, strict=True):
+    for name, shape in zip(piece.sources, piece.shapes, strict=True):
+        source = state[name].detach()
         if piece.cut == "columns":
-            width = shape[1] // tp
-            parts.append(source[:, rank * width : (rank + 1) * width])
+            source = source.chunk(tp, dim=1)[rank]
         elif piece.cut == "rows":
             count = shape[0] // tp
-            end = min((rank + 1) * count, piece.rows or shape[0])
-            part = source[min(rank * count, end) : end]
-            if len(part) < count:  # the last rows of a padded vocabulary
-                part = torch.cat([part, part.new_zeros(count - len(part), *shape[1:])])
-            parts.append(part)
-        else:
-            parts.append(source[:])
+            source = source[rank * count : (rank + 1) * count]
+            if len(source) < count:  # the last rows of a padded vocabulary
+                source = torch.cat([source, source.new_zeros(count - len(source), *shape[1:])])
+        parts.append(source)
     if len({part.dtype for part in parts}) > 1:
         raise ValueError(f"{' and '.join(piece.sources)} have different dtypes and cannot be fused into {piece.name}.")
     return join(parts, piece.groups)
 
 
-def rejoined(piece: Piece, tp: int, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the whole sources of a piece, from every tensor-parallel rank's tensor.
+def rejoin(piece: Piece, number: int, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return one whole source of a piece, by its number, from every tensor-parallel rank's tensor.
 
     Raises ValueError if a tensor that every rank holds whole is not the same on all of them.
     """
+    if len({part.dtype for part in parts}) > 1:
+        raise ValueError(f"{piece.name} has another dtype on one tp rank than on another.")
     if piece.cut == "columns":
-        return [torch.cat(parts, dim=1)]
+        return torch.cat(parts, dim=1)
     if piece.cut == "whole":
         for rank, part in enumerate(parts):
             if not same(part, parts[0]):
@@ -63,11 +62,10 @@ def rejoined(piece: Piece, tp: int, parts: list[torch.Tensor]) -> list[torch.Ten
                     f"{piece.name} of tp rank {rank} differs from tp rank 0's, and all should hold the same: "
                     "training let them drift apart, as where sequence parallelism does not sum their gradients."
                 )
-        return [parts[0].clone()]
-    rows = [shape[0] // tp for shape in piece.shapes]
-    by_source = zip(*(separate(part, rows, piece.groups) for part in parts), strict=True)
-    tensors = [torch.cat(shares) for shares in by_source]
-    return [tensor[: piece.rows] for tensor in tensors] if piece.rows else tensors
+        return parts[0].clone()
+    rows = [shape[0] // len(parts) for shape in piece.shapes]
+    whole = torch.cat([separate(part, rows, piece.groups)[number] for part in parts])
+    return whole[: piece.rows] if piece.rows else whole
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -77,141 +75,77 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def whole(piece: Piece, tp: int, get: Callable[[int, str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the whole sources of a piece by name; ``get(tp rank, name)`` reads a tensor of its stage. Raises as ``rejoined``."""
-    parts = [get(rank, piece.name) for rank in range(tp)]
-    if len({part.dtype for part in parts}) > 1:
-        raise ValueError(f"{piece.name} has another dtype on one tp rank than on another.")
-    yield from zip(piece.sources, rejoined(piece, tp, parts), strict=True)
-
-
-def once(stages: list[list[Piece]], tp: int, get: Callable[[int, int, str], torch.Tensor]) -> list[tuple[int, Piece]]:
-    """Return (stage, piece) of all pieces except the second copy of a tied embedding, which must equal the first.
-
-    ``get(tp rank, stage, name)`` reads a tensor. Raises ValueError if the copies differ.
-    """
-    found: dict[tuple[str, ...], tuple[int, Piece]] = {}
-    for stage, piece in ((stage, piece) for stage, these in enumerate(stages) for piece in these):
-        first, original = found.setdefault(piece.sources, (stage, piece))
-        for rank in range(tp) if original is not piece else ():
-            if not same(get(rank, stage, piece.name), get(rank, first, original.name)):
-                raise ValueError(
-                    f"{piece.name} of stage {stage} differs from {original.name} of stage {first} on tp rank {rank}, "
-                    "and the embeddings are tied: their gradients were not summed over the two stages."
-                )
-    return list(found.values())
-
-
 def split_state(
-    state: Mapping[str, torch.Tensor],
-    config: Any,
-    *,
-    tp: int,
-    pp: int,
-    layout: str = "hugging_face",
-    pad_vocab: bool = False,
+    state: State, config: Any, *, tp: int, pp: int, layout: str = "hugging_face"
 ) -> dict[Place, dict[str, torch.Tensor]]:
     """Split ``model.state_dict()`` for ``tp`` ranks times ``pp`` stages; each shard has memory of its own.
 
     Args:
-        config: ``model.config``, or its table; Llama, Qwen2 or Qwen3.
-        layout: "hugging_face" (the same names, layers counted from 0 in each stage) or "megatron" (Megatron-core's names
-            and fused matrices).
-        pad_vocab: with "megatron", add rows of zeros to embedding and output layer up to a multiple of 128 * tp. Whoever
-            computes a loss with them leaves the logits of those rows out.
+        config: ``model.config``, of any model with Llama's tensors.
+        layout: "hugging_face" (the same names, layers counted from 0 in each stage); "megatron" (Megatron-core's names
+            and fused matrices, and its vocabulary, padded by rows of zeros to a multiple of 128 * tp); "megatron_local"
+            (the same with the norms as layers of their own, as without Transformer Engine).
 
     Raises ValueError: a grid that does not divide the model; tensors that are not the model's.
     """
     architecture = Architecture.of(config)
-    stages = pieces(architecture, tp=tp, pp=pp, layout=layout, vocab_rows=padding(architecture, tp, layout, pad_vocab))
-    state = {name: tensor.detach() for name, tensor in state.items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    check_whole(architecture, shapes, "The model")
-    if architecture.tied and not same(state.get("lm_head.weight", (e := state["model.embed_tokens.weight"])), e):
-        raise ValueError(
-            "lm_head.weight differs from model.embed_tokens.weight, and config ties them: set one straight."
-        )
+    stages = pieces(architecture, tp=tp, pp=pp, layout=layout)
+    check_whole(architecture, state, "The model")
     return {
-        (rank, stage): {
-            piece.name: cut(piece, tp, rank, [state[source] for source in piece.sources]) for piece in found
-        }
+        (rank, stage): {piece.name: cut(piece, tp, rank, state) for piece in found}
         for rank in range(tp)
         for stage, found in enumerate(stages)
     }
 
 
-def merge_state(
-    shards: Mapping[Place, Mapping[str, torch.Tensor]], config: Any, *, layout: str
-) -> dict[str, torch.Tensor]:
+def merge_state(shards: Mapping[Place, State], config: Any, *, layout: str) -> dict[str, torch.Tensor]:
     """Undo ``split_state``: the tensors for ``model.load_state_dict``, tied ones under both names, padding cut off.
 
     Raises ValueError: a shard or a tensor is missing, too many or of another shape; copies that should be equal are not.
     """
     architecture = Architecture.of(config)
+    merged = {name: rejoin(*source) for name, source in sources_in(shards, architecture, layout).items()}
+    return merged | ({OUTPUT: merged[EMBEDDING]} if architecture.tied else {})
+
+
+def check_whole(architecture: Architecture, state: State, whose: str) -> None:
+    """Raise ValueError if these are not the whole model's tensors, or two copies of a tied embedding differ."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if not name.endswith(COMPUTED)}
+    if architecture.tied:
+        shapes.pop(OUTPUT, None)
+    compare(architecture.tensors, shapes, whose)
+    if architecture.tied and not same(state.get(OUTPUT, state[EMBEDDING]), state[EMBEDDING]):
+        raise ValueError(f"{OUTPUT} differs from {EMBEDDING}, and the configuration ties them: set one straight.")
+
+
+def sources_in(shards: Mapping[Place, State], architecture: Architecture, layout: str) -> dict[str, Source]:
+    """Return what ``rejoin`` needs for every tensor of the whole model, in its order; nothing is joined yet.
+
+    Layout "megatron" takes Megatron's names with and without Transformer Engine, and any padding. Raises ValueError: a
+    shard or a tensor is missing, too many or of another shape; the copies of a tied embedding differ.
+    """
     if not shards:
         raise ValueError("There are no shards: give {(tp rank, stage): state}.")
     tp, pp = (1 + max(place[axis] for place in shards) for axis in (0, 1))
-    for place in set(shards) ^ {(rank, stage) for rank in range(tp) for stage in range(pp)}:
-        raise ValueError(
-            f"The shard {place} is missing, or no place of tp={tp}, pp={pp}: there are {len(shards)} shards."
-        )
-    shapes = {place: {name: tuple(t.shape) for name, t in shard.items()} for place, shard in shards.items()}
-    stages = fitting(architecture, tp, pp, layout, shapes)
-
-    def get(rank: int, stage: int, name: str) -> torch.Tensor:
-        return shards[rank, stage][name].detach()
-
-    found: dict[str, torch.Tensor] = {}
-    for stage, piece in once(stages, tp, get):
-        found.update(whole(piece, tp, lambda rank, name, stage=stage: get(rank, stage, name)))
-    return found | ({"lm_head.weight": found["model.embed_tokens.weight"]} if architecture.tied else {})
-
-
-def padding(architecture: Architecture, tp: int, layout: str, pad_vocab: bool) -> int | None:
-    """Return the rows of the padded vocabulary, or None. Raises ValueError if the layout has no padding."""
-    if not pad_vocab or type(tp) is not int or tp < 1:  # check_grid refuses a tp that makes no sense
-        return None
-    if layout == "hugging_face":
-        raise ValueError("pad_vocab goes with layout='megatron': transformers has no padded vocabulary.")
-    return architecture.padded_vocab(tp)
-
-
-def check_whole(architecture: Architecture, shapes: Mapping[str, tuple[int, ...]], whose: str) -> None:
-    """Raise ValueError if the whole model lacks a tensor, has one too many, or one of another shape."""
-    wanted = {
-        source: shape
-        for piece in pieces(architecture, tp=1, pp=1)[0]
-        for source, shape in zip(piece.sources, piece.shapes, strict=True)
-    }
-    optional = {"lm_head.weight"} if architecture.tied else set()
-    optional |= {name for name in shapes if name.endswith(COMPUTED)}
-    compare(wanted, {name: shape for name, shape in shapes.items() if name not in optional}, whose)
-
-
-def fitting(
-    architecture: Architecture, tp: int, pp: int, layout: str, shards: Mapping[Place, Mapping[str, tuple[int, ...]]]
-) -> list[list[Piece]]:
-    """Return the pieces of these shards, padded or not, after comparing every name and shape. Raises ValueError."""
-    rows = tp * shards[0, 0].get(ends(layout)[0], (0,))[0]
-    padded = layout == "megatron" and rows == architecture.padded_vocab(tp)
-    stages = pieces(architecture, tp=tp, pp=pp, layout=layout, vocab_rows=rows if padded else None)
-    for (rank, stage), shapes in sorted(shards.items()):
+    for place in set(product(range(tp), range(pp))) - set(shards):
+        raise ValueError(f"The shard of tp rank {place[0]} and stage {place[1]} is missing, of tp={tp}, pp={pp}.")
+    if layout == "megatron" and "decoder.layers.0.input_layernorm.weight" in shards[0, 0]:
+        layout = "megatron_local"
+    rows = tp * len(shards[0, 0].get(MEGATRON_ENDS[0], ()))
+    padded_to = rows if rows >= architecture.vocab else None  # fewer rows are the wrong shape, which is told below
+    stages = pieces(architecture, tp=tp, pp=pp, layout=layout, vocab_rows=padded_to)
+    for (rank, stage), shard in sorted(shards.items()):
         wanted = {piece.name: piece.shape(tp) for piece in stages[stage]}
-        other = next(one for one in LAYOUTS if one != layout)
-        hint = f": are these of layout {other}?" if shapes and not set(wanted) & set(shapes) else ""
-        compare(wanted, shapes, f"The shard of tp rank {rank} and stage {stage}", hint)
-    return stages
-
-
-def compare(
-    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], whose: str, hint: str = ""
-) -> None:
-    """Raise ValueError for the first tensor that is missing, of another shape, or too many."""
-    for name, shape in wanted.items():
-        if name not in found:
-            raise ValueError(f"{whose} lacks the tensor {name}{hint or '.'}")
-        if tuple(found[name]) != shape:
-            raise ValueError(f"{whose} has {name} of shape {list(found[name])} instead of {list(shape)}.")
-    for name in found:
-        if name not in wanted:
-            raise ValueError(f"{whose} has a tensor {name} that the model's configuration does not know.")
+        shapes = {name: tuple(tensor.shape) for name, tensor in shard.items()}
+        compare(wanted, shapes, f"The shard of tp rank {rank} and stage {stage}")
+    found: dict[str, Source] = {}
+    for stage, piece in ((stage, piece) for stage, these in enumerate(stages) for piece in these):
+        parts = [shards[rank, stage][piece.name].detach() for rank in range(tp)]
+        for number, source in enumerate(piece.sources):
+            first = found.setdefault(source, (piece, number, parts))
+            if first[2] is not parts and not all(map(same, first[2], parts)):
+                raise ValueError(
+                    f"{piece.name} of stage {stage} differs from {first[0].name} of stage 0, and the embeddings are tied: "
+                    "their gradients were not summed over the two stages."
+                )
+    return {name: found[name] for name in architecture.tensors}

@@ -147,6 +147,10 @@ def _refusals(document: Document, answer: dict[str, Any]) -> Iterator[Finding]:
             path = (max(keys, key=len),) if keys else ()
         found.setdefault(path, []).append(words)
     for path, words in found.items():
+        if words[0].startswith(("ImportError", "ModuleNotFoundError")):
+            sentence = f"Axolotl's validator stopped for want of a package here: “{words[0]}”."
+            yield _at(document, "note", (), sentence, "install it where the run starts")
+            continue
         sentence = f"Axolotl refuses it: “{'; or '.join(dict.fromkeys(words))}”."
         yield _at(document, "error", path, sentence, _mended(document, path, sentence))
 
