@@ -1,91 +1,82 @@
-"""Heartbeats of real ranks and a watchdog beside them: what hangs or dies is named, also in a chat."""
+"""Heartbeats, and a watchdog beside real ranks: one that hangs and one that is killed are named, also in a chat."""
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import signal
-import threading
-import time
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from urllib.error import HTTPError
 
 import psutil
 import pytest
 import torch
-from processes import until
+from processes import ROOT, until
 from refusals import assert_refused
 
 from course_lib.launch import RankFailed, launch
 from course_lib.models import tiny_llama
 from course_lib.observe.heartbeat import Heartbeat, read_beats, trainer_callback
 from course_tools.monitoring import Inbox, Watchdog, command, webhook
-
-
-def quiet(_: str) -> None:
-    pass
-
-
-def no_thread_is_left() -> bool:
-    return not [thread for thread in threading.enumerate() if thread.name in ("watchdog", "webhook")]
+from course_tools.monitoring.stacks import stacks_of, waits
 
 
 # ---------------------------------------------------------------------------------------------------------- real ranks
-def steps_in_lockstep(folder: str, *, steps: int, hang_at: int = -1, kill_at: int = -1) -> None:
-    """What a training loop does to a heartbeat; rank 1 hangs for a while, or is killed."""
+def trains_until_rank_1(hangs_or_dies: str, folder: str) -> None:
+    """What a training loop does to a heartbeat; in step 1 rank 1 hangs before its all-reduce, or is killed."""
     import torch.distributed as dist
 
-    rank = dist.get_rank()
-    with Heartbeat(folder, rank=rank, every=1.0, start_may_take=60) as heartbeat:
-        for step in range(steps):
-            heartbeat.beat(step, "data", loss=1.0 / (step + 1))
-            if (rank, step) == (1, kill_at):
+    rank, every = dist.get_rank(), 1.0 if hangs_or_dies == "hangs" else 600.0  # that one has a real clock beside it
+    with Heartbeat(folder, rank=rank, every=every, start_may_take=every) as heartbeat:
+        for step in range(3):
+            heartbeat.beat(step, "backward", loss=1.0 / (step + 1))
+            if (rank, step, hangs_or_dies) == (1, 1, "hangs"):
+                open(f"{folder}/pipe").read()  # until somebody has written there
+            if (rank, step, hangs_or_dies) == (1, 1, "dies"):
                 os.kill(os.getpid(), signal.SIGKILL)
-            # one slow step is no hang; and before it hangs, rank 1 is late, so that rank 0 falls silent first
-            time.sleep(0.3 if rank == 1 and step in (10, hang_at) else 0)
-            heartbeat.beat(phase="backward")
-            if (rank, step) == (1, hang_at):
-                time.sleep(4)  # the planted hang
             dist.all_reduce(torch.ones(8))
-            heartbeat.beat(phase="optimizer")
-            time.sleep(0.05)
 
 
-def test_a_hung_rank_is_named_once_by_its_stack_and_reported_well_when_it_goes_on(tmp_path):
-    """Both ranks fall silent in the same phase, rank 0 first: only their stacks tell that it waits for rank 1."""
+def test_a_rank_that_hangs_while_the_other_waits_for_it_is_named_by_its_stack(tmp_path):
+    """Both are in the same phase of the same step: only their stacks tell that rank 0 waits. The test has the clock."""
     sentences = []
-    with Watchdog(tmp_path, ranks=2, tell=sentences.append) as watchdog:
-        launch(steps_in_lockstep, str(tmp_path), steps=35, hang_at=25, ranks=2, timeout=120, quiet=True)
-        assert sorted(watchdog.ages()) == [0, 1]
-        until(lambda: watchdog.finished)
+    watchdog = Watchdog(tmp_path, ranks=2, tell=sentences.append)
+    os.mkfifo(tmp_path / "pipe")
+
+    def watch():
+        until(lambda: [beat.step for beat in read_beats(tmp_path).values()] == [1, 1])
+        until(lambda: waits(stacks_of([read_beats(tmp_path)[0]], tmp_path, 10.0).get(0, [])))
+        for tick in range(20):
+            watchdog.look(tick / 4)
+        (tmp_path / "pipe").write_text("go on")
+        until(lambda: watchdog.look(20 / 4) or watchdog.finished)
+
+    with ThreadPoolExecutor(1) as pool:
+        watched = pool.submit(watch)
+        launch(trains_until_rank_1, "hangs", str(tmp_path), ranks=2, timeout=120, quiet=True)
+        watched.result()
     (alarm,), (recovery,) = watchdog.alarms, watchdog.recoveries
-    assert (alarm.rank, alarm.kind, alarm.step, alarm.phase) == (1, "hung", 25, "backward")
-    assert alarm.stack[-1][2] == "steps_in_lockstep" and "# the planted hang" in alarm.sentence
-    assert recovery.rank == 1 and sentences == [alarm.sentence, recovery.sentence]
-    assert (watchdog.beats[0].step, watchdog.beats[0].numbers) == (34, {"loss": 1 / 35})
-    assert no_thread_is_left()
+    assert (alarm.rank, alarm.kind, alarm.beat.step, alarm.suspects) == (1, "hung", 1, (0, 1))
+    assert "/pipe" in alarm.sentence  # the line that rank 1 is in
+    assert (recovery.rank, recovery.kind) == (1, "recovered") and sentences == [alarm.sentence, recovery.sentence]
 
 
-def test_a_killed_rank_is_dead_with_its_last_beat_exact_and_the_one_it_takes_down_is_not_blamed(tmp_path):
-    with Watchdog(tmp_path, ranks=2, tell=quiet) as watchdog:
+def test_the_command_names_the_killed_rank_and_not_the_one_that_it_takes_down(tmp_path):
+    words = [sys.executable, "-m", "course_tools", "watch", str(tmp_path), "--ranks", "2"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as watch:
+        assert str(tmp_path) in watch.stdout.readline()  # it watches
         with pytest.raises(RankFailed):
-            launch(steps_in_lockstep, str(tmp_path), steps=9, kill_at=5, ranks=2, timeout=120, quiet=True)
-        alarm = watchdog.wait(60)
-        time.sleep(0.3)
-    assert (alarm.rank, alarm.kind, alarm.step, alarm.phase) == (1, "dead", 5, "data") and watchdog.alarms == [alarm]
-    last = read_beats(tmp_path)[1]  # the beat just before SIGKILL, long before the next one was due
-    assert (last.step, last.phase, last.turn, last.total, last.ended) == (5, "data", 1, 5 * 3 + 2, "")
-    assert last.numbers == {"loss": 1 / 6}
-
-
-def test_an_inbox_takes_what_is_posted_and_closes_its_port():
-    with Inbox() as inbox:
-        webhook.post(inbox.url, "rank 1 hangs")
-    ((when, text),) = inbox.texts
-    assert text == "rank 1 hangs" and when <= time.monotonic()
-    with pytest.raises(OSError):
-        webhook.post(inbox.url, "too late")
+            launch(trains_until_rank_1, "dies", str(tmp_path), ranks=2, timeout=120, quiet=True)
+        alarm = watch.stdout.readline()
+        last = read_beats(tmp_path)[1]  # the beat just before SIGKILL
+        for rank in range(2):  # both are started again, and end as they should
+            Heartbeat(tmp_path, rank=rank).close()
+        recovery, end = watch.stdout.read().splitlines()
+    assert "rank 1" in alarm and f"process {last.pid}" in alarm and "rank 1" in recovery
+    assert (last.step, last.phase, last.total, last.ended, last.numbers) == (1, "backward", 3, "", {"loss": 1 / 2})
+    assert watch.returncode == 1
 
 
 # ------------------------------------------------------------------------------------------------------- the heartbeat
@@ -106,7 +97,7 @@ def test_each_beat_is_in_the_file_a_declared_phase_too_and_the_stack_comes_on_de
         os.kill(os.getpid(), signal.SIGUSR2)  # the watchdog's question
         until(lambda: "test_each_beat_is_in_the_file" in (tmp_path / "rank3.stack").read_text())
     heartbeat.beat(10, "data")  # what is done stays done
-    assert (beat().ended, beat().step) == ("done", 9) and no_thread_is_left()
+    assert (beat().ended, beat().step) == ("done", 9)
 
 
 @pytest.mark.parametrize(
@@ -229,48 +220,56 @@ def test_a_trainer_beats_and_declares_what_takes_long(tmp_path):
     assert (last.step, last.phase, read_beats(tmp_path / "beats")[0].ended) == (5, "ending", "done")
 
 
-def test_files_of_an_earlier_run_are_no_news(tmp_path, monkeypatch):
+# ------------------------------------------------------------------------------------------- the watchdog and a chat
+def test_files_of_an_earlier_run_are_no_news_and_a_chat_is_told(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(psutil, "Process", lambda: SimpleNamespace(pid=2**22 + 5, create_time=lambda: 1.0))
-        Heartbeat(tmp_path, rank=0).beat(7, "data")
-    with Watchdog(tmp_path, ranks=1, tell=quiet, start_within=0.3) as watchdog:
-        assert watchdog.wait(60).kind == "never started"
-        with Heartbeat(tmp_path, rank=0, every=0.5):
+        patch.setattr(psutil, "Process", lambda: SimpleNamespace(pid=os.getpid(), create_time=lambda: 1.0))
+        Heartbeat(tmp_path, rank=0).beat(7, "data")  # of a process that had this one's number
+    at_once = webhook.post
+
+    def post(*message):
+        until(lambda: watchdog.recoveries)  # a slow chat: it holds nothing up, and gets all in the end
+        at_once(*message)
+
+    monkeypatch.setattr(webhook, "post", post)
+    with Inbox() as inbox:
+        watchdog = Watchdog(tmp_path, ranks=1, tell=lambda _: 1 / 0, start_within=1.5, webhook=inbox.url)
+        for second in range(3):
+            watchdog.look(float(second))
+        with watchdog, Heartbeat(tmp_path, rank=0):
             until(lambda: watchdog.recoveries)
+    assert [alarm.kind for alarm in watchdog.alarms] == ["never started"]
+    assert [text for _, text in inbox.texts] == [watchdog.alarms[0].sentence, watchdog.recoveries[0].sentence]
 
 
-# --------------------------------------------------------------------------------------------------------- the command
-def test_the_command_watches_to_the_end_and_its_exit_code_says_whether_it_barked(tmp_path, monkeypatch, capsys):
-    sentences = []
-    monkeypatch.setattr(command, "_print_with_time", sentences.append)
+def test_a_chat_that_fails_gets_a_second_try_and_is_reported_without_its_secret(monkeypatch):
+    refused, url = HTTPError("https://chat.example/SECRET", 500, "no", {}, None), "https://chat.example/SECRET"
+    monkeypatch.setattr(webhook, "PAUSE", 0.0)
+    for planned, told in (([None], 0), ([refused, None], 0), ([refused, TimeoutError("SECRET")], 1)):
+        answers, posted, sentences = list(planned), [], []
 
-    def rank_that_is_started_again():
-        until(lambda: sentences)  # the watchdog watches
-        try:
-            with Heartbeat(tmp_path, rank=0, every=0.2) as heartbeat:
-                heartbeat.beat(9, "data")
-                raise ValueError("nan in the loss")
-        except ValueError:
-            until(lambda: len(sentences) == 2)
-        with Heartbeat(tmp_path, rank=0, every=0.2):
-            until(lambda: len(sentences) == 3)
+        def post(*message, answers=answers, posted=posted):
+            posted.append(message)
+            if answer := answers.pop(0):
+                raise answer
 
-    thread = threading.Thread(target=rank_that_is_started_again)
-    thread.start()
-    assert command.main([str(tmp_path), "--ranks", "1"]) == 1
-    thread.join()
-    _, alarm, recovery, _ = sentences
-    assert "step 9, data" in alarm and "ValueError: nan in the loss" in alarm and "rank 0 goes on" in recovery
+        monkeypatch.setattr(webhook, "post", post)
+        webhook.deliver(url, "rank 1 hangs", sentences.append)
+        assert posted == [(url, "rank 1 hangs")] * len(planned) and len(sentences) == told, planned
+        assert all("chat.example" in said and "SECRET" not in said for said in sentences)
 
-    handler = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(command, "_print_with_time", lambda _: os.kill(os.getpid(), signal.SIGINT))  # Ctrl-C
-    assert command.main([str(tmp_path / "new"), "--ranks", "1"]) == 0 and signal.getsignal(signal.SIGINT) is handler
-    for arguments, word in ((["--ranks", "0"], "ranks=0"), (["--ranks", "1", "--webhook", "slack.com/x"], "no URL")):
-        assert command.main([str(tmp_path), *arguments]) == 2 and word in capsys.readouterr().err
+
+def test_the_command_ends_with_the_run_or_by_ctrl_c_and_its_exit_code_says_that_all_was_well(tmp_path, monkeypatch):
+    def interrupted(sentence):
+        raise KeyboardInterrupt
+
+    for number, happens in enumerate((lambda _: Heartbeat(tmp_path / "0", rank=0).close(), interrupted)):
+        monkeypatch.setattr(command, "_print_with_time", happens)
+        assert command.main([str(tmp_path / str(number)), "--ranks", "1"]) == 0
 
 
 def test_what_makes_no_sense_is_refused_before_anything_runs(tmp_path):
-    urls = ("slack", "ftp://host/x", "http://", "https://ho st/", 7, "http://host:99999/")
+    urls = ("slack", "ftp://host/x", "http://", "https://ho st/", 7, "http://host:port/")
     with Heartbeat(tmp_path, rank=0) as heartbeat:
         assert_refused(
             [
@@ -284,37 +283,3 @@ def test_what_makes_no_sense_is_refused_before_anything_runs(tmp_path):
                 *((lambda url=url: Watchdog(tmp_path, ranks=1, webhook=url), ValueError, "no URL") for url in urls),
             ]
         )
-    assert no_thread_is_left()
-
-
-# ------------------------------------------------------------------------------------------------------------ the chat
-def http_error(code: int) -> HTTPError:
-    return HTTPError("https://chat.example/SECRET", code, "no", {}, None)
-
-
-def test_a_chat_is_told_and_one_that_fails_is_reported_without_its_secret(monkeypatch):
-    bodies, answers, sentences = [], [], []
-
-    def receive(request, timeout):
-        bodies.append(json.loads(request.data))
-        if answer := answers.pop(0):
-            raise answer
-        return io.BytesIO()
-
-    monkeypatch.setattr(webhook.urllib.request, "build_opener", lambda *_: SimpleNamespace(open=receive))
-    for planned, attempts, reason in (
-        ([http_error(500), None], 2, ""),  # it arrives at the second attempt
-        ([http_error(500)] * 3, 3, "500"),
-        ([http_error(404)], 1, "404"),  # no use to try again
-        ([TimeoutError("timed out")] * 3, 3, "timed out"),
-    ):
-        answers[:], bodies[:], sentences[:] = planned, [], []
-        messenger = webhook.Messenger("https://chat.example/SECRET", sentences.append, back_off=0.01, timeout=60)
-        messenger.send("rank 1 hangs")
-        messenger.close()
-        assert bodies == [{"text": "rank 1 hangs"}] * attempts, reason
-        assert len(sentences) == bool(reason) and all(reason in said and "SECRET" not in said for said in sentences)
-    answers[:] = [None]
-    webhook.post("https://discord.com/api/webhooks/1", "rank 1 hangs")
-    assert bodies[-1] == {"content": "rank 1 hangs"}  # Discord has its own key
-    assert no_thread_is_left()

@@ -1,7 +1,7 @@
 """Find out what this machine can run of the course before a lesson does: ``beyond doctor``.
 
-Everything here runs on a bare Python from 3.8 on, because it has to say that Python is too old, or that PyTorch is
-missing or broken. What may hang or crash runs in a process of its own (`probe`).
+Importing this needs only the standard library and Python 3.8: it must be able to say that Python is too old, or that
+PyTorch is missing.
 """
 
 from course_tools.doctor.examining import examine

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from typing import Any
 
 from course_lib.units import GIB
-from course_tools.doctor.findings import NOTE, OK, PROBLEM, Finding
-from course_tools.doctor.probe import Answer
-
-NVLINK, NEAR, FAR = re.compile(r"NV\d+"), ("PIX", "PXB", "PHB"), ("NODE", "SYS")
+from course_tools.doctor.findings import NOTE, OK, PROBLEM, Answer, Finding
 
 
 def driver(arguments: tuple[str, ...] = ("-L",)) -> str | None:
@@ -25,62 +23,38 @@ def driver(arguments: tuple[str, ...] = ("-L",)) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def cards(torch: Answer, listed: str | None) -> Finding:
-    """Compare what PyTorch sees with what the driver lists (the output of nvidia-smi -L, or None)."""
-    seen: list[dict[str, Any]] = torch.values.get("cards", [])
-    in_driver = len(re.findall(r"^GPU \d+:", listed or "", re.MULTILINE))
+def cards(torch: Answer, ask: Callable[[tuple[str, ...]], str | None] = driver) -> Finding:
+    """Compare the GPUs that PyTorch sees with those that the driver lists."""
+    seen: list[dict[str, Any]] = torch.values["cards"]
+    says = ", ".join(f"{c['name']} ({c['memory'] / GIB:.1f} GiB, compute {c['major']}.{c['minor']})" for c in seen)
+    if any(card["major"] < 8 for card in seen):
+        means = "Below compute 8.0 they do not compute in bf16: lessons take fp16; in a YAML: fp16: true (lesson 7)."
+        return Finding(NOTE, "GPUs", says, means)
     if seen:
-        names = ", ".join(f"{card['name']} ({card['memory'] / GIB:.1f} GiB)" for card in seen)
-        return Finding(OK, "GPUs", names)
-    if in_driver and not torch.values.get("cuda"):
-        return Finding(
-            PROBLEM,
-            "GPUs",
-            f"the driver has {in_driver}, and this PyTorch is a CPU build",
-            "Every lesson runs on CPU ranks only.",
-            "Install PyTorch's CUDA build: https://pytorch.org/get-started/locally",
-        )
-    if in_driver:
-        return Finding(
-            PROBLEM,
-            "GPUs",
-            f"the driver has {in_driver}, and PyTorch with CUDA {torch.values['cuda']} sees none",
-            "Every lesson runs on CPU ranks only: the driver is too old for that CUDA, CUDA_VISIBLE_DEVICES hides the cards, "
-            "or CUDA is half installed.",
-            "Look at: echo $CUDA_VISIBLE_DEVICES; nvidia-smi (its CUDA version must not be below PyTorch's)",
-        )
-    return Finding(OK, "GPUs", "none: the ranks are CPU processes over gloo, which every lesson is written for")
+        return Finding(OK, "GPUs", says)
+    number = len(re.findall(r"^GPU \d+:", ask(("-L",)) or "", re.MULTILINE))
+    if not number:
+        return Finding(OK, "GPUs", "none: the ranks are CPU processes over gloo, which every lesson is written for")
+    means, cuda = "Every lesson runs on CPU ranks only.", torch.values["cuda"]
+    if not cuda:
+        mend = "Install PyTorch's CUDA build: https://pytorch.org/get-started/locally"
+        return Finding(PROBLEM, "GPUs", f"the driver has {number}, and this PyTorch is a CPU build", means, mend)
+    newest = re.search(r"CUDA Version: ([\d.]+)", ask(()) or "")
+    says = f"the driver ({newest[0] if newest else 'nvidia-smi'}) has {number}, PyTorch with CUDA {cuda} sees none"
+    mend = "Is the driver's CUDA older? Renew the driver, or take an older build. Else: echo $CUDA_VISIBLE_DEVICES"
+    return Finding(PROBLEM, "GPUs", says, means, mend)
 
 
-def sixteen_bit(torch: Answer) -> Finding | None:
-    """Check that the cards compute in bf16; None without cards."""
-    old = [card["name"] for card in torch.values.get("cards", []) if tuple(card["capability"]) < (8, 0)]
-    if not torch.values.get("cards"):
+def links(torch: Answer, ask: Callable[[tuple[str, ...]], str | None] = driver) -> Finding | None:
+    """Say how the cards are connected, from ``nvidia-smi topo -m``; None for fewer than two cards."""
+    if len(torch.values["cards"]) < 2:
         return None
-    if old:
-        return Finding(
-            NOTE,
-            "bf16",
-            f"{', '.join(sorted(set(old)))} do{'es' if len(set(old)) == 1 else ''} not compute in bf16",
-            "The lessons take fp16 there; in a YAML of yours write fp16: true (lesson 7).",
-        )
-    return Finding(OK, "bf16", "the cards compute in it")
-
-
-def topology(torch: Answer, matrix: str | None) -> Finding | None:
-    """Say how the cards are connected, from `nvidia-smi topo -m`; None for fewer than two cards."""
-    if len(torch.values.get("cards", [])) < 2:
-        return None
-    rows = "\n".join(line for line in (matrix or "").splitlines() if line.startswith("GPU"))
-    words = set(re.findall(r"\b(?:NV\d+|PIX|PXB|PHB|NODE|SYS)\b", rows))
-    if not words:
+    rows = re.findall(r"^GPU.*", ask(("topo", "-m")) or "", re.MULTILINE)
+    kinds = sorted(set(re.findall(r"\b(?:NV\d+|PIX|PXB|PHB|NODE|SYS)\b", "\n".join(rows))))
+    if not kinds:
         return Finding(NOTE, "links", "nvidia-smi does not tell how the cards are connected")
-    slowest = "SYS" if words & set(FAR) else "PCIe" if words & set(NEAR) else "NVLink"
-    if slowest == "NVLink":
+    if all(kind.startswith("NV") for kind in kinds):
         return Finding(OK, "links", "all cards are connected by NVLink")
-    return Finding(
-        NOTE,
-        "links",
-        f"some cards are connected by {'the processors' if slowest == 'SYS' else 'PCIe'} only ({', '.join(sorted(words))})",
-        "Lesson 3 measures what that costs; tensor parallelism (lesson 8) feels it most.",
-    )
+    way = "the processors" if {"NODE", "SYS"} & set(kinds) else "PCIe"
+    means = "Lesson 3 measures what that costs; tensor parallelism (lesson 8) feels it most."
+    return Finding(NOTE, "links", f"some cards are connected by {way} only ({', '.join(kinds)})", means)

@@ -10,10 +10,8 @@
 >>> watchdog.alarms[0].sentence
 """
 
-from course_lib.observe.heartbeat import Beat, Heartbeat, read_beats
-from course_tools.monitoring.alarms import Alarm, Recovery
-from course_tools.monitoring.judge import Judge
+from course_tools.monitoring.judge import Event, Judge
 from course_tools.monitoring.watchdog import Watchdog
 from course_tools.monitoring.webhook import Inbox
 
-__all__ = ["Alarm", "Beat", "Heartbeat", "Inbox", "Judge", "Recovery", "Watchdog", "read_beats"]
+__all__ = ["Event", "Inbox", "Judge", "Watchdog"]

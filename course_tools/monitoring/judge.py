@@ -1,12 +1,12 @@
-"""The rule that turns silence into an alarm: within two missed heartbeats, and not for a single slow step.
+"""The rule that turns silence into an alarm: which rank hangs, which one is dead, and which only waits.
 
-A `Judge` is told the time, the beats and which processes are alive, so that tests can play hundreds of runs to it.
+It is handed the time, the beats and what is known of the processes, so a test can play hundreds of runs to it.
 
 1. Each rank has a limit: 1.6 heartbeats of the length that it announces itself, or the seconds that it declared for a
-   long phase. The judge looks ten times per heartbeat, so the alarm comes before two heartbeats have passed since the
-   rank's last sign of life. A heartbeat lasts at least 5 median steps (see heartbeat.py), so a healthy step may take more
-   than 7 times the median.
-2. In lockstep, one hung rank silences all. Only the rank furthest behind is judged: the others wait for it.
+   long phase. With ten looks per heartbeat, the alarm comes before two heartbeats have passed since its last beat.
+   A heartbeat lasts at least 5 median steps (see heartbeat.py), so a healthy step may take over 7 times the median.
+2. In lockstep, one hung rank silences all. Only the rank furthest behind is judged: the others wait for it. Where
+   several are equally far, their stacks decide: the one that is not inside a collective is the cause.
 3. A rank in a declared phase, within its seconds, excuses the ranks that wait for it; their limit starts again after it.
 4. A rank whose process is gone before it said "done" is dead, at once. One that never wrote a beat has never started.
 5. One alarm per incident: other ranks that fall silent or die meanwhile count as its consequences. The incident is over
@@ -16,38 +16,39 @@ A `Judge` is told the time, the beats and which processes are alive, so that tes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 
+from course_lib.launch.output import ranks_in_words
+from course_lib.launch.rank import PEER_LOST
 from course_lib.observe.heartbeat import DONE, Beat
-from course_tools.monitoring import alarms
-from course_tools.monitoring.alarms import Alarm, Recovery
+from course_tools.monitoring.stacks import Stack, waits, where
 
 LIMIT = 1.6  # heartbeats of silence
 LOOKS = 10.0  # looks per heartbeat
+HUNG, DEAD, NEVER, RECOVERED = "hung", "dead", "never started", "recovered"
 
-Alive = Callable[[Beat], bool | None]  # None: the process is on another machine
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to a rank."""
+
+    rank: int  # the one that fell behind, not those that wait for it
+    kind: str  # "hung", "dead", "never started"; "recovered" where the rank of an alarm beats again
+    sentence: str  # which rank, what, since when and where
+    beat: Beat | None = None  # its last one
+    suspects: tuple[int, ...] = ()  # ranks that the beats alone do not tell apart
 
 
 @dataclass
 class _Rank:
     beat: Beat
-    since: float  # the reader's time of its last sign of life
-    begun: float  # when its limit started: the same time, or later after another rank's declared phase
-
-    def silence(self, now: float) -> float:
-        return now - self.begun
+    since: float  # when it came
+    begun: float  # when its limit started: then, or later, after a rank that it waited for
 
     @property
     def limit(self) -> float:
-        return self.beat.may_take if self.beat.may_take is not None else LIMIT * self.beat.every
-
-
-@dataclass
-class _Incident:
-    alarm: Alarm
-    began: float
-    waits_for: dict[int, tuple] = field(default_factory=dict)  # rank -> its beat then; over when all have another
+        return LIMIT * self.beat.every if self.beat.may_take is None else self.beat.may_take
 
 
 class Judge:
@@ -55,128 +56,151 @@ class Judge:
 
     Args:
         ranks: how many there should be.
-        now: the reader's clock, seconds.
         start_within: seconds until a rank that never wrote a beat is reported.
+        stacks_of: returns the Python stacks of the ranks of these beats, of those that answer.
     """
 
-    def __init__(self, ranks: int, now: float, *, start_within: float = 120.0) -> None:
-        self.ranks, self._start_within = ranks, start_within
-        self._began = self._looked = now
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        start_within: float = 120.0,
+        stacks_of: Callable[[list[Beat]], dict[int, Stack]] = lambda _: {},
+    ) -> None:
+        self.ranks, self._start_within, self._stacks_of = ranks, start_within, stacks_of
+        self._looked: float | None = None
+        self._clock = 0.0  # seconds since the first look
         self._known: dict[int, _Rank] = {}
-        self._incident: _Incident | None = None
+        self._alarm: Event | None = None
+        self._alarm_at = 0.0
+        self._awaited: dict[int, tuple] = {}  # ranks that must beat again, and what they had said by the alarm
 
     @property
-    def beats(self) -> dict[int, Beat]:
-        return {rank: known.beat for rank, known in sorted(self._known.items())}
+    def pace(self) -> float:
+        """Seconds of the shortest heartbeat."""
+        return min((known.beat.every for known in self._known.values()), default=1.0)
+
+    @property
+    def beats(self) -> list[Beat]:
+        """The last beat of each rank."""
+        return [known.beat for _, known in sorted(self._known.items())]
 
     @property
     def finished(self) -> bool:
         """True when every rank has said that it is done."""
-        return len(self._known) == self.ranks and all(known.beat.ended == DONE for known in self._known.values())
+        return len(self._known) == self.ranks and all(beat.ended == DONE for beat in self.beats)
 
-    def ages(self, now: float) -> dict[int, float]:
-        """Seconds since each rank's last sign of life."""
-        return {rank: now - known.since for rank, known in sorted(self._known.items())}
+    def look(self, now: float, beats: Mapping[int, Beat], gone: Collection[int] = ()) -> Event | None:
+        """Return what is new: an alarm, a recovery, mostly nothing.
 
-    def look(self, now: float, beats: Mapping[int, Beat], alive: Alive) -> list[Alarm | Recovery]:
-        """Look at the beats as they are now, and return what is new: an alarm, a recovery, mostly nothing."""
-        self._discount_own_sleep(now)
-        for rank, beat in beats.items():
-            known = self._known.get(rank)
-            if not 0 <= rank < self.ranks:
-                continue
-            if known is None or known.beat.identity != beat.identity:
-                self._known[rank] = _Rank(beat, now, now)
-        gone = {r for r, known in self._known.items() if known.beat.ended != DONE and self._is_gone(known.beat, alive)}
-        if self._incident is not None:
-            return self._follow(now, gone)
-        found = self._dead(now, gone) or self._never_started(now) or self._hung(now)
-        if found is None:
-            return []
-        self._incident = _Incident(found, now)
-        for rank in {found.rank, *gone, *(found.suspects if found.kind == alarms.NEVER else ())}:
-            self._incident.waits_for[rank] = self._identity(rank)
-        return [found]
-
-    def blame(self, alarm: Alarm) -> None:
-        """Make this alarm the open incident: the stacks showed more than the beats."""
-        assert self._incident is not None
-        self._incident = _Incident(alarm, self._incident.began, {alarm.rank: self._identity(alarm.rank)})
-
-    def _discount_own_sleep(self, now: float) -> None:
-        """Do not count time in which the watchdog itself was suspended, as by a closed lid."""
-        shortest = min((known.beat.every for known in self._known.values()), default=1.0)
-        slept = now - self._looked
+        Args:
+            now: seconds of any clock that only goes forward.
+            beats: of each rank, as its file has it now.
+            gone: ranks whose process does not run any more.
+        """
+        passed = 0.0 if self._looked is None else now - self._looked
         self._looked = now
-        if slept > shortest:
-            self._began += slept
-            for known in self._known.values():
-                known.since, known.begun = known.since + slept, known.begun + slept
-
-    def _is_gone(self, beat: Beat, alive: Alive) -> bool:
-        return bool(beat.ended) or alive(beat) is False
+        if passed <= self.pace:  # else the watchdog itself was suspended, as by a closed lid
+            self._clock += passed
+        for rank, beat in beats.items():
+            if 0 <= rank < self.ranks and self._identity(rank) != beat.identity:
+                self._known[rank] = _Rank(beat, self._clock, self._clock)
+        ended = {rank: known.beat.ended for rank, known in self._known.items()}
+        fallen = {rank for rank, how in ended.items() if how != DONE and (how or rank in gone)}
+        if self._alarm is not None:
+            return self._recovered(fallen)
+        self._alarm = self._dead(fallen) or self._never_started() or self._hung()
+        if self._alarm is not None:
+            self._alarm_at = self._clock
+            missing = self._alarm.suspects if self._alarm.kind == NEVER else ()
+            self._awaited = {rank: self._identity(rank) for rank in {self._alarm.rank, *fallen, *missing}}
+        return self._alarm
 
     def _identity(self, rank: int) -> tuple:
         return self._known[rank].beat.identity if rank in self._known else ()
 
-    def _dead(self, now: float, gone: set[int]) -> Alarm | None:
-        if not gone:
+    def _dead(self, fallen: set[int]) -> Event | None:
+        if not fallen:
             return None
-        # the cause ended without a message, or by an error of its own; ranks that lost a peer ended because of it
-        first = min(
-            gone, key=lambda rank: (_lost_a_peer(self._known[rank].beat), self._known[rank].beat.position, rank)
-        )
-        known = self._known[first]
-        return alarms.dead(known.beat, now - known.since, sorted(gone - {first}))
 
-    def _never_started(self, now: float) -> Alarm | None:
-        missing = [rank for rank in range(self.ranks) if rank not in self._known]
-        if not missing or now - self._began < self._start_within:
-            return None
-        return alarms.never_started(missing, now - self._began, sorted(self._known))
+        def blame(rank: int) -> tuple:
+            # the cause ended without a message, or by an error of its own; ranks that lost a peer ended because of it
+            beat = self._known[rank].beat
+            return any(sign in beat.ended.lower() for sign in PEER_LOST), beat.position, rank
 
-    def _hung(self, now: float) -> Alarm | None:
-        live = [known for known in self._known.values() if not known.beat.ended]
-        if not live:
-            return None
-        last = min(known.beat.position for known in live)
-        behind = [known for known in live if known.beat.position == last]
-        culprit = None
-        for known in live:
-            if known in behind and not self._excused(known, live, now):
-                culprit = culprit or (known if known.silence(now) >= known.limit else None)
-            elif now - known.since >= known.limit:
-                known.begun = now  # it waits for a rank that may be late: its limit starts after that
-        if culprit is None:
-            return None
-        beats = [known.beat for _, known in sorted(self._known.items())]
-        suspects = sorted(known.beat.rank for known in behind)
-        return alarms.hung(culprit.beat, now - culprit.since, suspects, beats)
+        first, *others = sorted(fallen, key=blame)
+        beat = self._known[first].beat
+        text = f"rank {first} ended at {beat.place} by {beat.ended}"
+        if not beat.ended:
+            text = (
+                f"rank {first} is dead: its process {beat.pid} is gone since {beat.place}, without a word "
+                "(most often SIGKILL: out of memory)"
+            )
+        return Event(first, DEAD, text + (f"; {ranks_in_words(others)} went with it." if others else "."), beat)
 
-    def _excused(self, known: _Rank, live: list[_Rank], now: float) -> bool:
+    def _never_started(self) -> Event | None:
+        missing = tuple(rank for rank in range(self.ranks) if rank not in self._known)
+        if not missing or self._clock < self._start_within:
+            return None
+        text = f"{ranks_in_words(missing)} never started: no heartbeat within {self._clock:.0f} s; "
+        text += f"{ranks_in_words(self._known)} did." if self._known else "nor did any other."
+        return Event(missing[0], NEVER, text, None, missing)
+
+    def _hung(self) -> Event | None:
+        running = [known for _, known in sorted(self._known.items()) if not known.beat.ended]
+        last = min((known.beat.position for known in running), default=None)
+        late = []
+        for known in running:
+            if known.beat.position == last and not self._is_excused(known, running):
+                if self._clock - known.begun >= known.limit:
+                    late.append(known)
+            elif self._clock - known.since >= known.limit:
+                known.begun = self._clock  # it waits for a rank that may be late: its limit starts after that
+        if not late:
+            return None
+        suspects = [known for known in running if known.beat.position == last]
+        stacks = self._stacks_of([known.beat for known in suspects])
+        silent = [known for known in suspects if known.beat.rank not in stacks]
+        busy = [known for known in suspects if known not in silent and not waits(stacks[known.beat.rank])]
+        likely = busy or silent or late
+        culprit = next((known for known in late if known in likely), likely[0])
+        text = self._sentence(culprit, stacks.get(culprit.beat.rank))
+        return Event(culprit.beat.rank, HUNG, text, culprit.beat, tuple(known.beat.rank for known in suspects))
+
+    def _is_excused(self, rank: _Rank, running: Iterable[_Rank]) -> bool:
+        """Return whether a rank that has not started yet, or is in a declared phase, may keep this one waiting."""
         return len(self._known) < self.ranks or any(
-            other is not known
+            other is not rank
             and other.beat.may_take is not None
-            and other.beat.step <= known.beat.step
-            and other.silence(now) < other.limit
-            for other in live
+            and other.beat.step <= rank.beat.step
+            and self._clock - other.since < other.limit
+            for other in running
         )
 
-    def _follow(self, now: float, gone: set[int]) -> list[Alarm | Recovery]:
-        assert self._incident is not None
-        incident, alarm = self._incident, self._incident.alarm
-        for rank in gone:
-            incident.waits_for.setdefault(rank, self._identity(rank))
-        back = [r for r, was in incident.waits_for.items() if self._identity(r) != was and r not in gone]
-        if len(back) < len(incident.waits_for):
-            return []
-        self._incident = None
+    def _sentence(self, culprit: _Rank, stack: Stack | None) -> str:
+        beat = culprit.beat
+        promised = f"its beats come every {beat.every:.3g} s"
+        if beat.may_take is not None:
+            promised = f"it asked for {beat.may_take:.4g} s"
+        silence = self._clock - culprit.since
+        text = f"rank {beat.rank} hangs at {beat.place}: no sign of it for {silence:.1f} s, {promised}."
+        others: dict[str, list[int]] = {}
+        for other in self.beats:
+            if other.rank != beat.rank and other.ended in ("", DONE):
+                others.setdefault("the end" if other.ended else other.place, []).append(other.rank)
+        for place, ranks in others.items():
+            text += f" {ranks_in_words(ranks).capitalize()} got to {place}."
+        return text + (f" Rank {beat.rank} is in {where(stack)}." if stack else "")
+
+    def _recovered(self, fallen: set[int]) -> Event | None:
+        assert self._alarm is not None
+        for rank in fallen:
+            self._awaited.setdefault(rank, self._identity(rank))
+        if any(rank in fallen or self._identity(rank) == said for rank, said in self._awaited.items()):
+            return None
+        rank, beat = self._alarm.rank, self._known[self._alarm.rank].beat
+        self._alarm = None
         for known in self._known.values():  # ranks that waited during the incident start again
-            known.begun = now
-        return [alarms.recovery(alarm, self._known[alarm.rank].beat, now - incident.began)]
-
-
-def _lost_a_peer(beat: Beat) -> bool:
-    from course_lib.launch.rank import PEER_LOST
-
-    return any(sign in beat.ended.lower() for sign in PEER_LOST)
+            known.begun = self._clock
+        text = f"rank {rank} goes on: {beat.place}, {self._clock - self._alarm_at:.1f} s after the alarm."
+        return Event(rank, RECOVERED, text, beat)

@@ -1,30 +1,26 @@
-"""The watchdog: a thread that reads the heartbeats, judges them, and reports alarms."""
+"""The watchdog: a thread that reads the heartbeats, has them judged, and reports what is new."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
-from course_lib.observe.heartbeat import Beat, read_beats
-from course_lib.validation import positive
-from course_tools.monitoring import alarms, stacks
-from course_tools.monitoring.alarms import Alarm, Recovery
-from course_tools.monitoring.judge import LOOKS, Judge
-from course_tools.monitoring.webhook import Messenger
-
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.02, 0.5  # seconds between two looks
+from course_lib.observe.heartbeat import read_beats
+from course_lib.validation import check_counts, positive
+from course_tools.monitoring import webhook as chat
+from course_tools.monitoring.judge import LOOKS, RECOVERED, Event, Judge
+from course_tools.monitoring.stacks import alive, stacks_of
 
 
 class Watchdog:
     """Watch the heartbeats in ``folder``, from a notebook or as ``beyond watch``.
 
-    Each sentence is handed to ``tell``, kept in ``alarms`` and ``recoveries``, and posted to the webhook. The rule is in
-    judge.py. The only signal that is sent is SIGUSR2, to ranks that listen for it, and no process is ended. The threads
-    end with the context.
+    Each sentence is handed to ``tell`` and posted to the webhook; events are kept in ``alarms`` and ``recoveries``. The
+    rule is in judge.py. The only signal that is sent is SIGUSR2, to ranks that listen for it, and no process is ended.
 
     Start to watch before the run, or while it runs: ranks that had ended by then count as an earlier run's.
 
@@ -34,8 +30,6 @@ class Watchdog:
         webhook: URL to post each sentence to; empty for none.
         tell: called with each sentence.
         start_within: seconds until a rank that never wrote a beat is reported.
-        name: of the run, put before each sentence that is posted.
-        messenger: options of the webhook's `Messenger`: timeout (seconds), attempts, back_off (seconds).
     """
 
     def __init__(
@@ -46,24 +40,23 @@ class Watchdog:
         webhook: str = "",
         tell: Callable[[str], None] = print,
         start_within: float = 120.0,
-        name: str = "",
-        **messenger: Any,
     ) -> None:
-        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-            raise ValueError(f"ranks={ranks!r}: give the number of ranks to watch, 1 or more.")
+        check_counts(ranks=ranks)
         positive(start_within=start_within)
-        self.folder, self.ranks, self.name = os.path.abspath(folder), ranks, name
-        self.alarms: list[Alarm] = []
-        self.recoveries: list[Recovery] = []
-        self.problem = ""  # why `tell` failed the last time
-        self._tell, self._start_within, self._host = tell, start_within, socket.gethostname()
-        self._messenger = Messenger(webhook, tell, **messenger) if webhook else None
+        if webhook:
+            chat.check(webhook)
+        self.folder = os.path.abspath(folder)
+        self.alarms: list[Event] = []
+        self.recoveries: list[Event] = []
+        self._webhook, self._tell = webhook, tell
+        self._judge = Judge(
+            ranks, start_within=start_within, stacks_of=lambda beats: stacks_of(beats, self.folder, 1.0)
+        )
+        earlier = read_beats(self.folder).items()  # ignored until they change
+        self._stale = {rank: beat.identity for rank, beat in earlier if beat.ended or alive(beat) is False}
         self._stop = threading.Event()
-        self._news = threading.Condition()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        beats = read_beats(self.folder)  # also those of an earlier run, which are ignored until they change
-        self._stale = {rank: beat.identity for rank, beat in beats.items() if beat.ended or not self._alive(beat)}
-        self._judge = Judge(ranks, time.monotonic(), start_within=start_within)
+        self._posts = ThreadPoolExecutor(1, "webhook")  # a chat that is slow to answer holds nothing up
 
     def __enter__(self) -> Watchdog:
         self._thread.start()
@@ -72,71 +65,30 @@ class Watchdog:
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
         self._thread.join()
-        if self._messenger is not None:
-            self._messenger.close()
-
-    @property
-    def beats(self) -> dict[int, Beat]:
-        """The last beat of each rank."""
-        return self._judge.beats
-
-    def ages(self) -> dict[int, float]:
-        """Seconds since each rank's last sign of life, by this process's clock."""
-        return self._judge.ages(time.monotonic())
+        self._posts.shutdown()  # what is still to be posted gets its time
 
     @property
     def finished(self) -> bool:
         """True when every rank has ended as it should."""
         return self._judge.finished
 
-    def wait(self, timeout: float) -> Alarm | None:
-        """The first alarm, as soon as there is one; None when ``timeout`` seconds brought none."""
-        with self._news:
-            self._news.wait_for(lambda: self.alarms, timeout)
-            return self.alarms[0] if self.alarms else None
+    def look(self, now: float) -> None:
+        """Read the beats once, and report what is new; ``now`` is of a clock that only goes forward, in seconds."""
+        beats = read_beats(self.folder)
+        news = {rank: beat for rank, beat in beats.items() if self._stale.get(rank) != beat.identity}
+        gone = [rank for rank, beat in news.items() if alive(beat) is False]
+        event = self._judge.look(now, news, gone)
+        if event is None:
+            return
+        (self.recoveries if event.kind == RECOVERED else self.alarms).append(event)
+        if self._webhook:
+            self._posts.submit(chat.deliver, self._webhook, event.sentence, self._say)
+        self._say(event.sentence)
 
     def _watch(self) -> None:
-        while not self._stop.wait(self._pause()):
-            beats = {rank: beat for rank, beat in read_beats(self.folder).items() if self._is_news(rank, beat)}
-            for event in self._judge.look(time.monotonic(), beats, self._alive):
-                if isinstance(event, Alarm):
-                    event = self._with_stacks(event) if event.kind == alarms.HUNG else event
-                self._announce(event)
+        while not self._stop.wait(min(0.5, max(0.02, self._judge.pace / LOOKS))):
+            self.look(time.monotonic())
 
-    def _pause(self) -> float:
-        shortest = min((beat.every for beat in self._judge.beats.values()), default=1.0)
-        return min(LONGEST_PAUSE, max(SHORTEST_PAUSE, shortest / LOOKS))
-
-    def _is_news(self, rank: int, beat: Beat) -> bool:
-        if self._stale.get(rank) == beat.identity:
-            return False
-        self._stale.pop(rank, None)
-        return True
-
-    def _alive(self, beat: Beat) -> bool | None:
-        return stacks.alive(beat, self._host)
-
-    def _with_stacks(self, alarm: Alarm) -> Alarm:
-        """Add where the hung rank is. Of ranks that the beats cannot tell apart, the one that does not wait is the cause."""
-        beats = self._judge.beats
-        seconds = min(1.0, max(0.2, beats[alarm.rank].every / LOOKS))
-        found = stacks.ask([beats[rank] for rank in alarm.suspects], self.folder, self._host, seconds)
-        busy = [rank for rank, stack in found.items() if not stacks.waits(stack)]
-        if busy and alarm.rank not in busy:
-            since = self._judge.ages(time.monotonic())[busy[0]]
-            alarm = alarms.hung(beats[busy[0]], since, alarm.suspects, list(beats.values()))
-            self._judge.blame(alarm)
-        stack = found.get(alarm.rank)
-        return alarms.with_stack(alarm, stack, stacks.where(stack)) if stack else alarm
-
-    def _announce(self, event: Alarm | Recovery) -> None:
-        with self._news:
-            (self.alarms if isinstance(event, Alarm) else self.recoveries).append(event)
-            self._news.notify_all()
-        text = f"{self.name}: {event.sentence}" if self.name else event.sentence
-        if self._messenger is not None:  # first, because it cannot fail
-            self._messenger.send(text)
-        try:
-            self._tell(event.sentence)
-        except Exception as error:  # a closed terminal is no reason to stop watching
-            self.problem = f"{type(error).__name__}: {error}"
+    def _say(self, sentence: str) -> None:
+        with contextlib.suppress(Exception):  # a closed terminal is no reason to stop watching
+            self._tell(sentence)

@@ -129,7 +129,9 @@ class Report:
             lines.append(f"  {self.cluster.card.name}: {room}, {verdict}")
         if self.host and self.host.peak:
             offloaded = f", {amount(self.host.training)} offloaded from then on" if self.host.training else ""
-            lines.append(f"host memory of each machine: {amount(self.host.loading)} while the model is loaded{offloaded}")
+            lines.append(
+                f"host memory of each machine: {amount(self.host.loading)} while the model is loaded{offloaded}"
+            )
         return [*lines, *(f"  {caveat}" for caveat in self.caveats)]
 
     def _findings(self) -> list[str]:
