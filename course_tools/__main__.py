@@ -14,10 +14,7 @@ COMMANDS = {
     "plan": ("course_tools.planning.plan_command", "what to run on these GPUs: --model llama-3.1-8b --gpus 2x24GiB"),
     "check": ("course_tools.axolotl.command", "check an Axolotl YAML before it costs money: run.yml --gpus 4x24GiB"),
     "cluster": ("course_tools.clusters.command", "launch files for torchrun, Slurm, Kubernetes, Azure ML, SkyPilot"),
-    "convert": (
-        "course_tools.conversion.command",
-        "split and merge checkpoints of tensor- and pipeline-parallel ranks, also Megatron's",
-    ),
+    "convert": ("course_tools.conversion.command", "split and merge checkpoints of TP and PP ranks, also Megatron's"),
     "watch": ("course_tools.monitoring.command", "say which rank of a training run stopped, how, and where"),
     "doctor": ("course_tools.doctor.command", "what this machine can run of the course, and how to fix the rest"),
     "proof": ("course_tools.doctor.proof", "ten seconds: train with DDP on two ranks and compare with one rank"),

@@ -24,7 +24,7 @@ ROOMS = {
     ),  # a step's units, memory snapshots, an all-to-all's formula, a rank's pages and copies on the host; when pipeline stages run came from training
     "course_lib/collectives": (392, 392),
     "course_lib/memory": (
-        3868,
+        3876,
         2300,
     ),  # DeepSpeed's bf16 master copies; each moment of FSDP2's step; 19 architectures, mixtures of experts and latent attention among them; a machine's own memory, evaluation, caches, compiled blocks; gradients that FSDP2 sums in fp32, or reduces in each micro-batch
     "course_lib/parallel": (505, 523),  # when a bucket travels, by arithmetic
@@ -46,13 +46,13 @@ ROOMS = {
         2500,
     ),  # a ZeRO plan's script brings its JSON; a machine's own memory, what a layer of experts costs and where they lie; a script for torchrun, copies, 8-bit states and a batch of its own
     "course_tools/axolotl": (
-        3217,
+        3105,
         2000,
     ),  # a notebook needs no remark that it waits; on SIGTERM all ranks save the same step, and workers stay; axes that do not fill the ranks, evaluation
-    "course_tools/clusters": (1109, 600),  # Slurm's signal reaches the ranks
-    "course_tools/conversion": (1022, 700),
-    "course_tools/monitoring": (780, 450),  # a chat on this machine, which was in a notebook's cell
-    "course_tools/doctor": (711, 450),
+    "course_tools/clusters": (627, 600),  # Slurm's signal reaches the ranks
+    "course_tools/conversion": (837, 700),
+    "course_tools/monitoring": (516, 450),  # a chat on this machine, which was in a notebook's cell
+    "course_tools/doctor": (585, 450),
     "course_tools": (151, 150),  # where to go on, and the notebook there
     "course_checks/harness": (1157, 700),  # clauses and hints; what labs share came from labs 3 to 6
     "course_checks": (

@@ -140,8 +140,9 @@ def test_who_is_to_blame():
 
 
 def test_of_ranks_that_are_equally_far_the_stacks_tell_which_one_waits():
-    waiting = [("/lib/site-packages/torch/distributed/distributed_c10d.py", 7, "all_reduce")]
-    busy = [("/home/ada/train.py", 14, "load")]
+    library = "/".join(["", "lib", "site-packages", "torch", "distributed", "distributed_c10d.py"])
+    waiting = [(library, 7, "all_reduce")]
+    busy = [("/home/me/train.py", 14, "load")]
     rows = [
         ({0: waiting, 1: waiting, 2: busy}, 2),
         ({0: waiting, 1: waiting + busy, 2: waiting}, 1),  # in a hook of a backward pass, say
