@@ -46,10 +46,10 @@ ROOMS = {
         2500,
     ),  # a ZeRO plan's script brings its JSON; a machine's own memory, what a layer of experts costs and where they lie; a script for torchrun, copies, 8-bit states and a batch of its own
     "course_tools/axolotl": (
-        3105,
+        3109,
         2000,
     ),  # a notebook needs no remark that it waits; on SIGTERM all ranks save the same step, and workers stay; axes that do not fill the ranks, evaluation
-    "course_tools/clusters": (627, 600),  # Slurm's signal reaches the ranks
+    "course_tools/clusters": (629, 600),  # Slurm's signal reaches the ranks
     "course_tools/conversion": (837, 700),
     "course_tools/monitoring": (516, 450),  # a chat on this machine, which was in a notebook's cell
     "course_tools/doctor": (585, 450),
@@ -65,7 +65,7 @@ ROOMS = {
     ),  # tracks, what is handed in by issue, learners' paths, and the page of what combines with what
     "tests/planted": (1501, 1300),
     "tests": (
-        15491,
+        15851,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces; a pace, unequal shares; lines from two files of a rank; a deadline; a command's processes, workers under SIGTERM; a saving plan's price beside a simulation; all that goes with each other trains on ranks; tracks and issues of a class; every architecture and every moment beside real storages; published step times, and what an expert would answer
     "benchmarks": (

@@ -14,7 +14,7 @@ from course_tools.axolotl.check.document import loaded, text_of
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the mapping in a YAML file; an empty file is an empty mapping."""
-    return loaded(text_of(Path(path)), path) or {}
+    return loaded(text_of(path), path) or {}
 
 
 def laid_over(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:

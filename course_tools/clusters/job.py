@@ -10,7 +10,7 @@ from typing import Any
 
 from course_lib.memory.cards import CARDS, card
 from course_lib.validation import check_counts, positive
-from course_tools.axolotl.check import read_yaml
+from course_tools.axolotl.check.document import loaded, text_of
 
 TO_LEAVE = 20  # seconds of a notice that are kept for what follows the ranks: torchrun's own end, and queueing again
 
@@ -115,7 +115,9 @@ class Job:
             object.__setattr__(self, "command", tuple(_words(self.command)))
         else:
             _check_lines({"config": self.config})
-            settings = read_yaml(self.config).values  # what they mean is a matter for `beyond check`
+            settings = loaded(text_of(self.config), self.config)  # what they mean is a matter for `beyond check`
+            if settings is None:
+                raise ValueError(f"{self.config} is empty: a run needs an Axolotl YAML.")
             output_dir = self.output_dir or settings.get("output_dir") or output_dir
         _check_lines({"output_dir": output_dir})
         object.__setattr__(self, "output_dir", output_dir)

@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from ruamel.yaml import YAML
-from ruamel.yaml.constructor import DuplicateKeyError
-from ruamel.yaml.error import YAMLError
 
 KeyPath = tuple[str | int, ...]
 MOST = 4 * 2**20  # bytes of a file
@@ -69,6 +66,8 @@ class Document:
 
     def mended(self, mends: Mapping[KeyPath, Any]) -> str:
         """The file's text with other values at these paths; None takes a key away. Comments stay."""
+        if self.tree is None:
+            raise ValueError(f"{self.path} is written in a way that cannot be mended without loss: mend it by hand.")
         tree = copy.deepcopy(self.tree)
         for (*above, key), value in mends.items():
             node = tree
@@ -87,7 +86,9 @@ class Document:
         return text.getvalue()
 
 
-def _round_trip(allow_duplicate_keys: bool = False) -> YAML:
+def _round_trip(allow_duplicate_keys: bool = False) -> Any:
+    from ruamel.yaml import YAML  # of the extra "axolotl": a plan's file needs no lines
+
     reader = YAML(typ="rt", pure=True)
     reader.allow_duplicate_keys = allow_duplicate_keys
     reader.preserve_quotes, reader.width = True, 4096
@@ -97,11 +98,13 @@ def _round_trip(allow_duplicate_keys: bool = False) -> YAML:
 
 def read_yaml(path: str | os.PathLike[str]) -> Document:
     """A YAML file with the line of each key."""
-    place = Path(path)
-    text = text_of(place)
-    values = loaded(text, place)
+    place, text = Path(path), text_of(path)
+    values = loaded(text, path)
     if values is None:
         raise ValueError(f"{place} is empty: an Axolotl run needs base_model, datasets and learning_rate at least.")
+    from ruamel.yaml.constructor import DuplicateKeyError
+    from ruamel.yaml.error import YAMLError
+
     twice = ("", 0)
     try:
         tree = _round_trip().load(text)
@@ -114,8 +117,9 @@ def read_yaml(path: str | os.PathLike[str]) -> Document:
     return Document(values, tree, twice, place)
 
 
-def text_of(place: Path) -> str:
+def text_of(path: str | os.PathLike[str]) -> str:
     """A YAML file's text. Raises ValueError, in one sentence, where it cannot be read."""
+    place = Path(path)
     if place.is_dir():
         raise ValueError(f"{place} is a folder: give the YAML file itself.")
     try:
