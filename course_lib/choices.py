@@ -51,7 +51,7 @@ LOSSES = ("eager", "half", "compiled", "chunked", "fused")
 SELECTIVE_KEEPS = ("products", "half_of_products", "all_but_scores")  # of a block, under selective checkpointing
 LORA_TARGETS = ("all", "attention")
 STEPS = ("fused", "foreach", "loop")  # implementations of the optimizer's step
-LOADING = ("sharded", "whole")  # who reads the checkpoint: one process of a machine, or each of them all of it
+LOADING = ("sharded", "whole", "card")  # who reads the checkpoint: one process of a machine, or each of them all of it
 DEVICES = ("cuda", "cpu")
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero_bubble")
 

@@ -24,7 +24,7 @@ ROOMS = {
     ),  # a step's units, memory snapshots, an all-to-all's formula, a rank's pages and copies on the host; when pipeline stages run came from training
     "course_lib/collectives": (392, 392),
     "course_lib/memory": (
-        3876,
+        3878,
         2300,
     ),  # DeepSpeed's bf16 master copies; each moment of FSDP2's step; 19 architectures, mixtures of experts and latent attention among them; a machine's own memory, evaluation, caches, compiled blocks; gradients that FSDP2 sums in fp32, or reduces in each micro-batch
     "course_lib/parallel": (505, 523),  # when a bucket travels, by arithmetic
@@ -46,7 +46,7 @@ ROOMS = {
         2500,
     ),  # a ZeRO plan's script brings its JSON; a machine's own memory, what a layer of experts costs and where they lie; a script for torchrun, copies, 8-bit states and a batch of its own
     "course_tools/axolotl": (
-        3109,
+        3179,
         2000,
     ),  # a notebook needs no remark that it waits; on SIGTERM all ranks save the same step, and workers stay; axes that do not fill the ranks, evaluation
     "course_tools/clusters": (629, 600),  # Slurm's signal reaches the ranks
@@ -65,7 +65,7 @@ ROOMS = {
     ),  # tracks, what is handed in by issue, learners' paths, and the page of what combines with what
     "tests/planted": (1501, 1300),
     "tests": (
-        15851,
+        15872,
         9700,
     ),  # an emulated step beside arithmetic; drawings, the map and a status line, also in a browser; traces in pieces; a pace, unequal shares; lines from two files of a rank; a deadline; a command's processes, workers under SIGTERM; a saving plan's price beside a simulation; all that goes with each other trains on ranks; tracks and issues of a class; every architecture and every moment beside real storages; published step times, and what an expert would answer
     "benchmarks": (

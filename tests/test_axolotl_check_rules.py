@@ -56,6 +56,9 @@ PADDED = {"pad_to_sequence_len": True}
 PACKED = {"sample_packing": True}
 SIX = zero() | PADDED | {"base_model": "./six"}  # of six heads
 FUSED = PADDED | {"tiled_mlp": True}
+WHOLE = fsdp() | PADDED | LORA | {"base_model": "meta-llama/Llama-3.1-70B", "val_set_size": 0}
+MIXTURE = PADDED | LORA | {"base_model": "mistralai/Mixtral-8x7B-v0.1", "lora_target_linear": None}
+MIXTURE |= {"lora_target_modules": ["q_proj"]}
 SHARED = "./sharegpt.jsonl"
 MAPPED = {"message_property_mappings": {"role": "from", "content": "value"}}
 NO_TARGET = LORA | {"lora_target_linear": None}
@@ -133,12 +136,15 @@ SHARDING = [
         fsdp(transformer_layer_cls_to_wrap="MistralDecoderLayer"),
         fsdp(transformer_layer_cls_to_wrap="LlamaDecoderLayer"),
     ),
+    Row("warning", "fsdp_config", WHOLE, WHOLE | fsdp(cpu_ram_efficient_loading=True), "8xh100"),
     Row(
-        "warning",
-        "fsdp_config",
-        QLORA | fsdp(cpu_ram_efficient_loading=False),
-        QLORA | fsdp(cpu_ram_efficient_loading=True),
+        "error",
+        "expert_parallel_size",
+        MIXTURE | {"expert_parallel_size": 3},
+        MIXTURE | {"expert_parallel_size": 1},
+        "3xh200",
     ),
+    Row("error", "dp_shard_size", {"dp_shard_size": 4}, FSDP | {"dp_shard_size": 4}),
     Row(
         "warning",
         "load_in_8bit",

@@ -130,7 +130,7 @@ def test_a_target_that_cannot_do_all_of_a_plan_says_so() -> None:
         (a_plan("fsdp", offload="optimizer"), "torchrun", "optimizer", nobody),
         (a_plan("fsdp", tp=2, dp=2, **four), "accelerate", "tp=2", ("torchrun", "axolotl")),
         (a_plan("single", dp=1, tp=2, **LLAMA), "torchrun", "tensor", ("axolotl",)),
-        (a_plan("fsdp", model="llama-3.1-70b", **sixteen), "torchrun", "2,103 GiB", ("accelerate",)),
+        (a_plan("fsdp", model="llama-3.1-70b", **sixteen), "torchrun", "2,103 GiB", ("accelerate", "axolotl")),
         (a_plan("fsdp", model="gpt3-175b", **sixteen), "torchrun", "gpt3-175b", ("accelerate",)),
         (a_plan("zero2", optimizer="adamw8bit", **lora), "deepspeed", "adamw8bit", ("accelerate", "axolotl")),
         (a_plan("zero2", loss="chunked", **lora), "deepspeed", "chunked", ("accelerate", "axolotl")),

@@ -69,7 +69,7 @@ def estimate(
         eval_micro_batch_size: sequences in a batch of evaluation between two steps, where the logits are written out; 0:
             there is none.
         loading: "whole": each process reads the whole checkpoint into the host's memory, and under QLoRA quantizes it on its
-            card; "sharded": one process of a machine reads it, or tensors go straight to the card.
+            card; "card": and puts it there whole, to be sharded; "sharded": one process of a machine reads it, or tensors go straight to the card.
         offload: "optimizer" (zero1, zero2, zero3): states and gradients on the host; "all" (zero3, fsdp): parameters as
             well. FSDP2 has nothing between "none" and "all".
         lora_rank: of each matrix that has an adapter.
@@ -148,10 +148,12 @@ def breakdown_of(shape: Shape, settings: RunSettings) -> Breakdown:
 
 
 def _with_loading(step: Breakdown, shape: Shape, settings: RunSettings) -> Breakdown:
-    """bitsandbytes quantizes on the card, so that without sharded loading every card holds the whole model for a while."""
-    if settings.loading == "sharded" or settings.method != "qlora" or "weights" not in settings.run.shards:
+    """Without sharded loading every card may hold the whole model for a while; bitsandbytes quantizes on the card."""
+    on_card = settings.loading == "card" or (settings.loading == "whole" and settings.method == "qlora")
+    if not on_card or "weights" not in settings.run.shards:
         return step
-    whole = estimate(shape, method="qlora", precision=settings.precision, lora_rank=settings.lora_rank).weights
+    alone = {"method": settings.method, "precision": settings.precision, "lora_rank": settings.lora_rank}
+    whole = estimate(shape, **alone).weights
     phases = step.phases | {"loading": whole}
     if whole <= step.peak:
         return replace(step, phases=phases)

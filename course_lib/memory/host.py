@@ -41,7 +41,7 @@ def host_memory(shape: Shape, settings: RunSettings, per_node: int) -> Host:
     gpus = settings.gpus
     here = min(per_node, gpus)
     one_by_one = run.method == "qlora" or "weights" not in run.shards
-    readers = here if settings.loading == "whole" else 0 if one_by_one else 1
+    readers = here if settings.loading != "sharded" else 0 if one_by_one else 1
     inputs = 0
     if run.offload_activations:  # each block's, of the stage that one GPU has
         tokens = settings.micro_batch_size * settings.seq_len // settings.context_parallel

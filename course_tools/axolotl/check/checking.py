@@ -63,7 +63,7 @@ def check(
         document=document,
         cluster=cards,
         launch_command=launch_command(document.path, cards),
-        strategy="the ranks cannot split the model so" if split else strategy_name(settings),
+        strategy="nothing, with these axes" if split else strategy_name(settings),
         batch=facts.batch,
         holders=() if split else tuple(holders(settings, prediction.memory, offload)),
         memory=prediction.memory,
@@ -74,4 +74,6 @@ def check(
         caveats=prediction.caveats,
         findings=tuple(sorted(findings, key=lambda finding: (LEVELS.index(finding.level), finding.line or 0))),
         validator_seconds=time.perf_counter() - started,
+        validated=validate,
+        extra=prediction.extra,
     )

@@ -28,20 +28,21 @@ class Document:
 
     Attributes:
         values: what `yaml.safe_load` gives, which is what Axolotl sees.
-        tree: the same with places and comments; None for values that came without a file.
+        tree: the same with places and comments; None for values that came without a file. text: of the file.
         twice: a key that stands there once more, and that line; ("", 0) where none does.
         path: of the file; None for values that came without one.
     """
 
     values: dict[str, Any]
     tree: Any = None
+    text: str = ""
     twice: tuple[str, int] = ("", 0)
     path: Path | None = None
 
     @property
     def texts_like_numbers(self) -> list[KeyPath]:
         """Paths of words that YAML 1.1 reads as text though they look like numbers: 1e-4."""
-        return sorted(_exponents(self.values, ()), key=str)
+        return sorted(_exponents(self.values, (), set()), key=str)
 
     def value(self, *path: str | int) -> Any:
         """The value at a path; None where there is none."""
@@ -66,33 +67,49 @@ class Document:
 
     def mended(self, mends: Mapping[KeyPath, Any]) -> str:
         """The file's text with other values at these paths; None takes a key away. Comments stay."""
-        if self.tree is None:
-            raise ValueError(f"{self.path} is written in a way that cannot be mended without loss: mend it by hand.")
-        tree = copy.deepcopy(self.tree)
-        for (*above, key), value in mends.items():
-            node = tree
-            for step in above:
-                node = node.setdefault(step, {}) if isinstance(node, dict) else node[step]
-            if isinstance(value, Renamed):
-                place, comment = list(node).index(key), node.ca.items.pop(key, None)
-                node.insert(place, str(value), node.pop(key))
-                node.ca.items |= {str(value): comment} if comment else {}
-            elif value is None:
-                node.pop(key, None)
-            else:  # 2e-05 would be text again to PyYAML
-                node[key] = _round_trip().load(written_number(repr(value))) if isinstance(value, float) else value
-        text = io.StringIO()
-        _round_trip().dump(tree, text)
-        return text.getvalue()
+        written = io.StringIO()
+        if self.tree is not None and not self.twice[0]:
+            reader, wanted = _round_trip(self.text), copy.deepcopy(self.values)
+            tree = reader.load(self.text)
+            for (*above, key), value in mends.items():
+                for whole in (tree, wanted):
+                    node = whole
+                    for step in above:
+                        node = node.setdefault(step, {}) if isinstance(node, dict) else node[step]
+                    _put(node, key, value)
+            reader.dump(tree, written)
+            if yaml.safe_load(written.getvalue()) == wanted:
+                return written.getvalue()
+        raise ValueError(f"{self.path} cannot be written anew without changing what it says: mend it by hand.")
 
 
-def _round_trip(allow_duplicate_keys: bool = False) -> Any:
+def _put(node: Any, key: str | int, value: Any) -> None:
+    if isinstance(value, Renamed) and hasattr(node, "ca"):  # where it stood, with its comment
+        place, comment = list(node).index(key), node.ca.items.pop(key, None)
+        node.insert(place, str(value), node.pop(key))
+        if comment:
+            node.ca.items[str(value)] = comment
+    elif isinstance(value, Renamed):
+        node[str(value)] = node.pop(key)
+    elif value is None:
+        node.pop(key, None)
+    elif isinstance(value, float) and hasattr(node, "ca"):  # 2e-05 would be text again to PyYAML
+        node[key] = _round_trip().load(written_number(repr(value)))
+    else:
+        node[key] = value
+
+
+def _round_trip(text: str = "", allow_duplicate_keys: bool = False) -> Any:
+    """A reader that keeps comments, and indents as `text` does."""
     from ruamel.yaml import YAML  # of the extra "axolotl": a plan's file needs no lines
 
     reader = YAML(typ="rt", pure=True)
     reader.allow_duplicate_keys = allow_duplicate_keys
     reader.preserve_quotes, reader.width = True, 4096
-    reader.indent(mapping=2, sequence=4, offset=2)
+    dash = re.search(r"^( *)- ", text, re.M)
+    offset = len(dash[1]) if dash else 2
+    inner = re.search(r"^( +)[\w]", text, re.M)
+    reader.indent(mapping=len(inner[1]) if inner else 2, sequence=offset + 2, offset=offset)
     return reader
 
 
@@ -107,14 +124,14 @@ def read_yaml(path: str | os.PathLike[str]) -> Document:
 
     twice = ("", 0)
     try:
-        tree = _round_trip().load(text)
+        tree = _round_trip(text).load(text)
     except DuplicateKeyError as error:
         key = re.search(r'duplicate key "(.*?)"', str(error))
         tree = _round_trip(allow_duplicate_keys=True).load(text)
         twice = (key[1] if key else "", error.problem_mark.line + 1)
     except (YAMLError, ValueError):  # YAML 1.2 knows other words than 1.1: no lines then
         tree = None
-    return Document(values, tree, twice, place)
+    return Document(values, tree, text, twice, place)
 
 
 def text_of(path: str | os.PathLike[str]) -> str:
@@ -157,13 +174,13 @@ def written_number(text: str) -> str:
     return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{sign}{exponent}"
 
 
-def _exponents(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+def _exponents(value: Any, path: KeyPath, seen: set[int]) -> Iterator[KeyPath]:
     if isinstance(value, str) and EXPONENT.fullmatch(value):
         yield path
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        if item is not value:
-            yield from _exponents(item, (*path, key))
+    if isinstance(value, Mapping | list) and id(value) not in seen:  # an alias may lead here again, and in circles
+        seen.add(id(value))
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _exponents(item, (*path, key), seen)
 
 
 def _where(error: yaml.YAMLError, text: str) -> str:

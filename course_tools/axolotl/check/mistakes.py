@@ -132,7 +132,8 @@ def untrained_tokens(f: Facts) -> Any:
     new = "tokens" if f.given("tokens") else "special_tokens" if special.get("additional_special_tokens") else ""
     saved = set(map(str, f.given("lora_modules_to_save") or []))
     trained = set(EMBEDDINGS) <= saved or f.given("peft_trainable_token_indices")
-    return f.settings.adapter and not trained and new
+    stops = ": Axolotl stops as it loads the model" if new == "tokens" else ""
+    return f.settings.adapter and not trained and new and (new, stops)
 
 
 def packs_nothing(f: Facts) -> Any:
@@ -168,10 +169,9 @@ def optimizer_of_sharded(f: Facts) -> Any:
 
 
 def whole_on_each_card(f: Facts) -> Any:
-    """FSDP that loads the whole model onto each card before it shards it; only QLoRA, which transformers puts there."""
-    memory, qlora = f.prediction.memory, f.settings.adapter and f.get("load_in_4bit")
-    loads = memory is not None and memory.phases.get("loading", 0)
-    return qlora and f.settings.strategy == "fsdp" and loads and f"{loads / GIB:.1f}"
+    """FSDP that loads the whole model onto each card before it shards it, where that is the worst moment."""
+    memory = f.prediction.memory
+    return memory is not None and memory.peak_phase == "loading" and f"{memory.peak / GIB:.1f}"
 
 
 def unused_adapter(f: Facts) -> Any:
@@ -203,7 +203,7 @@ def resumes(f: Facts) -> Any:
 MISTAKES = [
     # batch, learning rate, length of the run
     *(Mistake(key, below_one(key),
-              "{it} is no number of anything, though Axolotl takes it.", "give at least 1")
+              "{it} means nothing here, though Axolotl takes it.", "give at least 1")
       for key in COUNTS),
     *(Mistake(key, lambda f, key=key: (f.given(key) or 0) > MOST and f"{f.given(key):g}",
               "{it} is beyond any machine.", "give a smaller number")
@@ -236,10 +236,9 @@ MISTAKES = [
             "add adapter: lora"),
     Mistake("adapter", lambda f: trains_adapter(f) and not any(f.given(key) for key in TARGETS),
             "No weights are named for the adapter: there is nothing to train.",
-            "add lora_target_linear: true", mend=lambda it: {"lora_target_linear": True}),
-    *(Mistake("adapter", lambda f, key=key: trains_adapter(f) and f.given(key) is None,
-              f"{key} is missing, and Axolotl has no default for it.",
-              f"add {key}: {usual}", mend=lambda it, key=key, usual=usual: {key: usual})
+            "add lora_target_linear: true"),
+    *(Mistake("adapter", lambda f, key=key: trains_adapter(f) and key not in f.settings.document.values,
+              f"{key} is missing, and Axolotl has no default for it.", f"add {key}: {usual}")
       for key, usual in (("lora_r", 16), ("lora_alpha", 32))),
     Mistake("load_in_4bit", lambda f: f.settings.adapter == "lora" and f.given("load_in_4bit"),
             "adapter: lora with weights in 4 bits is QLoRA under another name; merging treats the two apart.",
@@ -247,8 +246,8 @@ MISTAKES = [
     Mistake("tensor_parallel_size", lambda f: f.settings.tensor_parallel > 1 and f.settings.adapter,
             "Axolotl trains no {it} under tensor parallelism (but on NVFP4 weights).",
             "shard with fsdp_config instead"),
-    Mistake("{it}", untrained_tokens,
-            "New tokens get random embeddings, and the adapter trains none of them.",
+    Mistake("{it[0]}", untrained_tokens,
+            "New tokens get random embeddings, and the adapter trains none of them{it[1]}.",
             "add lora_modules_to_save: [embed_tokens, lm_head]",
             mend=lambda it: {"lora_modules_to_save": list(EMBEDDINGS)}),
     Mistake("load_in_8bit", lambda f: f.settings.adapter and f.given("load_in_8bit") and f.settings.strategy == "zero3",
@@ -269,7 +268,7 @@ MISTAKES = [
             "{it[1]} has no {it[0]}: accelerate finds none, and stops.",
             "write {it[2]}", mend=lambda it: {"fsdp_config.transformer_layer_cls_to_wrap": it[2]}),
     Mistake("fsdp_config", whole_on_each_card,
-            "Each rank loads the whole quantized model onto its card first, {it} GiB.",
+            "Each rank loads the whole model onto its card before it is sharded, {it} GiB.",
             "add cpu_ram_efficient_loading: true", mend=lambda it: {"fsdp_config.cpu_ram_efficient_loading": True}),
     Mistake("optimizer", optimizer_of_sharded,
             "bitsandbytes steps plain tensors, and sharded weights are DTensors: the first step raises.",
@@ -303,7 +302,7 @@ MISTAKES = [
             "No checkpoint is ever written, not of the last step either: a run that dies leaves nothing, one that ends well "
             "leaves weights without the optimizer's state.", "give save_steps or saves_per_epoch"),
     Mistake("save_strategy", lambda f: saving(f)[0] == "best",
-            "Only steps that improve the metric become checkpoints: the last step is saved as one by luck.",
+            "Only steps that improve the metric become checkpoints: the last step is kept by luck alone.",
             "take save_strategy: steps to be able to resume"),
     Mistake("{it[3]}", late,
             "The first checkpoint is due after {it[0]} steps, and the run has {it[1]}: there is one at the very end only.",

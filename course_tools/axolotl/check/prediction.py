@@ -110,7 +110,7 @@ def _largest(shape: Shape, memory: Breakdown, micro: int, chosen: dict[str, Any]
 
 
 def _loss_and_lengths_known(settings: Settings) -> bool:
-    foreign = [name for name in settings.given("plugins") or [] if not str(name).startswith("course_tools.")]
+    foreign = [name for name in settings.plugins if not str(name).startswith("course_tools.")]
     less = foreign or any(settings.given(key) for key in LESS)
     return not less and bool(settings.get("sample_packing") or settings.get("pad_to_sequence_len"))
 
@@ -180,7 +180,7 @@ def choices(settings: Settings) -> dict[str, Any]:
         "activation_checkpointing": _checkpointing(settings),
         "attention": "eager" if settings.attention == "eager" else "flash",
         "offload": _offload(settings),
-        "loss": next((kind for key, kind in LOSSES.items() if settings.given(key)), "eager"),
+        "loss": _loss(settings),
         "step": "foreach" if settings.get("optimizer") == "adamw_torch" else "fused",
     }
     if settings.get("val_set_size") or settings.given("test_datasets"):
@@ -200,8 +200,8 @@ def choices(settings: Settings) -> dict[str, Any]:
         chosen["quantize_experts"] = method == "qlora" and bool(settings.given("quantize_moe_experts"))
         chosen["train_embeddings"] = any(str(name) in EMBEDDINGS for name in saved)
     efficient = settings.fsdp.get("cpu_ram_efficient_loading") or settings.given("qlora_sharded_model_loading")
-    if strategy == "fsdp" and not efficient:
-        chosen["loading"] = "whole"
+    if strategy == "fsdp" and not (efficient or settings.given("experimental_skip_move_to_device")):
+        chosen["loading"] = "whole" if method == "qlora" else "card"
     if plan.startswith("zero"):
         bucket = settings.zero.get("reduce_bucket_size")
         if type(bucket) in (int, float) and bucket >= 1:
@@ -215,11 +215,21 @@ def choices(settings: Settings) -> dict[str, Any]:
     return chosen
 
 
+def _loss(settings: Settings) -> str:
+    """The plugin of cut cross entropy switches itself on."""
+    if settings.given("cut_cross_entropy") is None and any("CutCrossEntropy" in str(p) for p in settings.plugins):
+        return "fused"
+    return next((kind for key, kind in LOSSES.items() if settings.given(key)), "eager")
+
+
 def _precision(settings: Settings, method: str, strategy: str) -> str:
-    """Axolotl loads weights in 16 bits, too: only FSDP2, DeepSpeed and adapters keep fp32 copies of what they train."""
+    """Axolotl loads weights in 16 bits, too: only DeepSpeed and adapters keep fp32 copies of what they train.
+
+    Its own `fsdp2_prepare_model` (axolotl/monkeypatch/accelerate/fsdp2.py) leaves out Accelerate's upcast.
+    """
     if settings.precision == "fp32":
         return "fp32"
-    if method == "full" and not strategy.startswith(("zero", "fsdp")):
+    if method == "full" and not strategy.startswith("zero"):
         return "bf16" if settings.precision == "bf16" else "fp16-mixed"
     return f"{settings.precision}-mixed"
 
@@ -241,7 +251,7 @@ def _offload(settings: Settings) -> str:
 
 def _caveats(settings: Settings, extra: int) -> list[str]:
     found = [f"{key} needs less than is counted here." for key in LESS if settings.given(key)]
-    for plugin in settings.given("plugins") or []:
+    for plugin in settings.plugins:
         if "liger" in str(plugin).lower() and not settings.given("liger_fused_linear_cross_entropy"):
             found.append(f"{plugin} may need less than is counted here.")
     if extra:

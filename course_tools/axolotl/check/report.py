@@ -29,6 +29,7 @@ class Report:
         fits: whether the card holds it; None without a card, or where not all is counted. largest: the micro_batch_size that would, where it does not
             (the eval_batch_size where evaluation is the peak).
         caveats: what the estimate does not see. findings: errors first. validator_seconds: that Axolotl's took.
+        validated: it was asked. extra: bytes beside `memory` that Axolotl's own ways cost.
     """
 
     document: Document
@@ -45,6 +46,8 @@ class Report:
     caveats: tuple[str, ...]
     findings: tuple[Finding, ...]
     validator_seconds: float
+    validated: bool
+    extra: int
 
     @property
     def name(self) -> str:
@@ -119,7 +122,7 @@ class Report:
             lines.append(f"memory a rank: peak {amount(need.peak)} ({need.peak_phase})")
         else:
             lines.append(
-                f"memory a GPU: peak {amount(need.peak)} ({need.peak_phase}), a card needs {amount(need.device)}"
+                f"memory a GPU: peak {amount(need.peak)} ({need.peak_phase}), a card needs {amount(need.device + self.extra)}"
             )
         if self.cluster and self.cluster.card:
             room = amount(self.cluster.card.memory)
@@ -136,7 +139,8 @@ class Report:
 
     def _findings(self) -> list[str]:
         if not self.findings:
-            return ["nothing found that is wrong"]
+            asked = "" if self.validated else " by the rules here; Axolotl's own validator was not asked"
+            return [f"nothing found that is wrong{asked}"]
         lines = []
         for one in self.findings:
             place = f"line {one.line}: " if one.line else ""

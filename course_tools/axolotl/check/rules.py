@@ -31,6 +31,11 @@ MATCHING = {
 def sources(facts: Facts) -> Iterator[Finding]:
     """Each data set, its file and its format."""
     raw = facts.settings.document.values
+    for key in ("datasets", "test_datasets"):
+        if isinstance(raw.get(key), dict):
+            yield facts.error(
+                key, "It is a list of data sets, and this is one mapping.", "begin it with a dash: - path: …"
+            )
     if raw.get("datasets") is None and raw.get("pretraining_dataset") is None:
         yield facts.error("datasets", "There is no data: neither datasets nor pretraining_dataset.", "add datasets")
     for key in ("datasets", "test_datasets"):
@@ -94,7 +99,7 @@ def validation(facts: Facts) -> Iterator[Finding]:
     elif size and rows is not None:
         total = rows + facts.batch.validation
         if total and validation_rows(facts.settings, total) >= total:
-            sentence = f"It takes {size:g} of {total} rows: nothing is left to train on."
+            sentence = f"It takes all {total} rows: nothing is left to train on."
             yield facts.error("val_set_size", sentence, "give a share such as 0.05")
 
 
@@ -122,6 +127,9 @@ def axes(facts: Facts) -> Iterator[Finding]:
     if reason := why_not_tensor_parallel(heads, settings.tensor_parallel):
         sentence, _, fix = reason.rstrip(".").partition(": ")
         yield facts.error("tensor_parallel_size", f"{sentence}.", fix)
+    elif shape and shape.experts and shape.experts.number % settings.expert_parallel:
+        sentence = f"{shape.experts.number} experts do not divide by {settings.expert_parallel}."
+        yield facts.error("expert_parallel_size", sentence, f"take a divisor of {shape.experts.number}")
     elif settings.cluster and (wrong := _wrong_axis(settings)):
         key, sentence, fix, *mend = wrong
         yield facts.error(key, sentence, fix, **dict(mend))
@@ -131,14 +139,22 @@ def _wrong_axis(settings: Settings) -> tuple[Any, ...] | None:
     """Key, sentence, fix, and what to write, where the sizes of the axes do not fill the ranks."""
     sizes, left = settings.axes, settings.ranks
     for key, size in sizes.items():
+        if left % size and left < settings.ranks:
+            written = " x ".join(f"{one} {many}" for one, many in sizes.items())
+            return (
+                key,
+                f"{written} are {math.prod(sizes.values())} ranks, and there are {settings.ranks}.",
+                "take fewer",
+            )
         if left % size:
-            ranks = f"{left} ranks" if left == settings.ranks else f"The {left} ranks that are left"
-            return key, f"{ranks} do not divide by {size}.", f"take a divisor of {left}"
+            return key, f"{left} ranks do not divide by {size}.", f"take a divisor of {left}"
         left //= size
     others = [key for key in sizes if key != "tensor_parallel_size"]
     if settings.tensor_parallel > 1 and others and others != ["dp_shard_size"]:
-        sentence = "Axolotl has no mesh for it beside tensor_parallel_size."
+        sentence = "Beside tensor_parallel_size the run ends before its first step (tried with Axolotl 0.21)."
         return others[0], sentence, "leave it out: the other ranks shard the model by themselves"
+    if "dp_shard_size" in sizes and not (settings.given("fsdp_config") or settings.tensor_parallel > 1):
+        return "dp_shard_size", "Without fsdp_config there is nothing that shards: Axolotl raises.", "add fsdp_config"
     filled_in = settings.tensor_parallel > 1 or (settings.given("deepspeed") and settings.context_parallel > 1)
     if not others or filled_in:
         return None
@@ -245,7 +261,7 @@ def old_cards(facts: Facts) -> Iterator[Finding]:
         return
     for key in ("bf16", "bfloat16"):
         if facts.given(key) is True:
-            sentence = f"bf16 needs 8.0, and {old}: Axolotl only warns, the trainer refuses."
+            sentence = f"bf16 needs compute capability 8.0, and {old}: Axolotl only warns, the trainer refuses."
             yield facts.error(key, sentence, "write bf16: false and fp16: true", **{key: False, "fp16": True})
             return
     if settings.precision == "fp16" and not settings.adapter and settings.strategy in ("single", "ddp", "tensor"):
@@ -274,9 +290,9 @@ def memory(facts: Facts) -> Iterator[Finding]:
     found, cluster, batch = facts.prediction, facts.settings.cluster, facts.batch
     if found.fits is not False or found.memory is None or cluster is None or cluster.card is None:
         return
-    level, most = ("error", "A") if found.certain else ("note", "At most a")
+    level, most = ("error", "needs") if found.certain else ("note", "may need up to")
     need, room = found.memory.device + found.extra, cluster.card.memory
-    sentence = f"{most} GPU needs {need / GIB:.1f} GiB, and has {room / GIB:.1f}"
+    sentence = f"A GPU {most} {need / GIB:.1f} GiB, and has {room / GIB:.1f}"
     if found.memory.peak_phase == "evaluation":
         more = "" if found.largest else ", a shorter sequence_len or val_set_size: 0"
         fix, mend = f"write eval_batch_size: {found.largest or 1}{more}", {"eval_batch_size": found.largest or None}
@@ -298,7 +314,8 @@ def memory(facts: Facts) -> Iterator[Finding]:
     else:
         more = [] if facts.get("gradient_checkpointing") or not found.states_fit else ["gradient_checkpointing: true"]
         more += [] if facts.settings.strategy in ("fsdp", "zero3") else ["fsdp_config"]
-        more += [] if facts.settings.adapter else ["an adapter"]
+        quantized = facts.given("load_in_4bit")
+        more += [] if quantized else ["adapter: qlora"] if facts.settings.adapter else ["an adapter"]
         more += ["a shorter sequence_len"] if found.states_fit else []
         sentence += f": not even a micro-batch of 1 fits ({found.memory.peak_phase} is the worst phase)."
         yield facts.say(level, "micro_batch_size", sentence, f"try {', '.join([*more, 'more cards'])}")

@@ -24,7 +24,7 @@ KEYS = {
         lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel xformers_attention sage_attention
         flex_attention flash_attention sdp_attention eager_attention qlora_sharded_model_loading
         offload_params cpu_ram_efficient_loading activation_checkpointing quantize_moe_experts
-        load_best_model_at_end eval_sample_packing""",
+        load_best_model_at_end eval_sample_packing experimental_skip_move_to_device""",
     "text": """base_model tokenizer_config adapter optimizer attn_implementation save_strategy output_dir
         resume_from_checkpoint lora_model_dir rl path split field field_messages message_field_role
         message_field_content state_dict_type final_state_dict_type
@@ -169,6 +169,10 @@ class Settings:
         """Ranks that FSDP2 cuts the model over; those of context parallelism are among them."""
         shards = self.axes.get("dp_shard_size")
         return shards * self.context_parallel if shards else max(1, self.ranks // self.tensor_parallel)
+
+    @property
+    def plugins(self) -> list[str]:
+        return [str(name) for name in self.given("plugins") or []]
 
     @property
     def adapter(self) -> str:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ MISSING = Finding(
     f"pip install --no-deps --ignore-requires-python axolotl=={AXOLOTL}",
 )
 QUIET = {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+SURE = 0.85  # how alike a key and its likely name must be for `--fix`
 PATIENCE = 180.0  # seconds: on a busy machine the import alone takes a minute
 ASSUMED = (8, 0)  # compute capability where a card is known by its memory alone
 
@@ -170,6 +172,8 @@ def _path_in(steps: list[Any], values: Any) -> tuple[Any, ...]:
 def _mended(document: Document, path: tuple[Any, ...], sentence: str) -> str:
     """What to write where YAML itself is the trap."""
     value = document.value(*path)
+    if path == ("resume_from_checkpoint",) and value is True:
+        return "write auto_resume_from_checkpoints: true"
     if path in document.texts_like_numbers:
         return f"YAML 1.1 reads {value} as text: write {written_number(value)}"
     if "valid string" in sentence and isinstance(value, bool):
@@ -192,16 +196,18 @@ def _unknown(document: Document, answer: dict[str, Any]) -> Iterator[Finding]:
     for one in answer["unknown"]:
         path, near = tuple(one["path"]), one["near"]
         key, here = str(path[-1]), " here" if len(path) > 1 else ""
-        if re.search(rf"[`'.]{re.escape(key)}\b", heard):
+        if re.search(rf"[`'.]{re.escape(key)}\b", heard) or (path[0] == "fsdp_config" and "FSDP1" in heard):
             continue  # Axolotl speaks of it itself
         mend: dict[KeyPath, Any] = {}
         if near:
-            fix, mend = f"write {near}", {path: Renamed(near)}
+            fix = f"write {near}"
+            mend = {path: Renamed(near)} if SequenceMatcher(None, key, near).ratio() > SURE else {}
         elif one["section"] is None:
             fix = "leave it out, or name the plugin that brings it in plugins"
         else:
             fix = f"put it into {one['section']}" if one["section"] else "put it at the top level"
-            mend = {path: None, (*filter(None, [one["section"]]), key): document.value(*path)}
+            if not isinstance(document.values.get(one["section"]), list):
+                mend = {path: None, (*filter(None, [one["section"]]), key): document.value(*path)}
         # a plugin that cannot be loaded here may bring it
         level = "note" if one["null"] or answer["plugins"] else "error"
         sentence = f"Axolotl knows no such key{here} and reads past it without a word."
@@ -217,7 +223,7 @@ def _rest(document: Document, answer: dict[str, Any]) -> Iterator[Finding]:
         yield _at(document, "warning", (key,), sentence, fix, mend)
     folded: dict[str, list[str]] = {}  # one sentence for each key that is meant is said once
     for line in answer["warnings"]:
-        if "load required plugin" not in line:
+        if "load required plugin" not in line and "LoRA kernel optimizations" not in line:
             folded.setdefault(re.sub(r"`[^`]*`|'[^']*'|\b\w*_\w+\b", "…", line), []).append(" ".join(line.split()))
     for same in folded.values():
         more = f" (and {len(same) - 1} more like it)" if same[1:] else ""

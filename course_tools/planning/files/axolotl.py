@@ -58,7 +58,7 @@ def files(plan: Plan, base_model: str | None) -> dict[str, str]:
     notes = [YOURS, PADDED]
     if found["attn_implementation"] in FLASH.values():
         notes.append(f"{plan.model.name} has no sdpa: install flash-attn, or kernels, for its attn_implementation.")
-    if plan.method == "full" and plan.precision == "bf16-mixed" and plan.strategy in ("single", "ddp"):
+    if plan.method == "full" and plan.precision == "bf16-mixed" and plan.strategy in ("single", "ddp", "fsdp"):
         notes.append("Axolotl keeps the weights themselves in bf16 here: less memory than the plan counts.")
     return {FILE: yaml(found, [*about(plan), *notes, f"Start: {report.launch_command.replace('run.yml', FILE)}"])}
 
