@@ -42,11 +42,11 @@ ROOMS = {
     "course_lib/on_cpu": (151, 500),  # NF4 came from training, and keeps bitsandbytes quiet
     "course_lib": (618, 300),  # a lesson's opening picture in Colab; how experts are shared out
     "course_tools/planning": (
-        3397,
+        3396,
         2500,
     ),  # a ZeRO plan's script brings its JSON; a machine's own memory, what a layer of experts costs and where they lie; a script for torchrun, copies, 8-bit states and a batch of its own
     "course_tools/axolotl": (
-        3179,
+        3175,
         2000,
     ),  # a notebook needs no remark that it waits; on SIGTERM all ranks save the same step, and workers stay; axes that do not fill the ranks, evaluation
     "course_tools/clusters": (629, 600),  # Slurm's signal reaches the ranks

@@ -16,6 +16,11 @@ def words(grid: Grid) -> str:
     return axes + (f" (EP {grid.ep})" if grid.ep > 1 else "")
 
 
+def adapts_attention_alone(shape: Shape) -> bool:
+    """Whether adapters leave a mixture's experts alone, which PEFT would copy to adapt, and QLoRA has them in NF4."""
+    return shape.experts is not None and not shape.experts.bias
+
+
 @dataclass(frozen=True)
 class Settings:
     """Everything that a planner chooses. The names are those of `course_lib.memory.estimate` where it has them.
@@ -66,17 +71,25 @@ class Settings:
         """Settings that differ in the rest are variants of one plan."""
         return (self.method, self.strategy, self.offload, self.optimizer, self.copies, self.grid)
 
+    @property
+    def besides(self) -> list[str]:
+        """What is not as it usually is, as a reader says it."""
+        checkpointing = self.activation_checkpointing
+        said = {
+            f"{self.virtual_stages} virtual stages": self.virtual_stages > 1,
+            "sequence parallelism": self.sequence_parallel,
+            f"{checkpointing} checkpointing": checkpointing != "none",
+            "optimizer on the host": self.offload == "optimizer",
+            "all states on the host": self.offload == "all",
+            self.optimizer: self.optimizer != "adamw",
+        }
+        return [text for text, so in said.items() if so]
+
     def __str__(self) -> str:
         parts = [f"{METHODS[self.method]} by {self.sharing}", f"on {words(self.grid)}"]
         parts.append(f"{self.copies} copies" if self.copies > 1 else "")
         parts.append(f"micro-batch {self.micro_batch_size} x {self.num_microbatches}")
-        parts.append(f"{self.virtual_stages} virtual stages" if self.virtual_stages > 1 else "")
-        parts.append("sequence parallelism" if self.sequence_parallel else "")
-        checkpointing = self.activation_checkpointing
-        parts.append(f"{checkpointing} checkpointing" if checkpointing != "none" else "")
-        parts.append({"none": "", "optimizer": "optimizer on the host", "all": "all states on the host"}[self.offload])
-        parts.append(self.optimizer if self.optimizer != "adamw" else "")
-        return ", ".join(filter(None, parts))
+        return ", ".join(filter(None, [*parts, *self.besides]))
 
 
 @dataclass(frozen=True)
@@ -124,8 +137,6 @@ class Plan(Settings):
     @property
     def tokens_per_second(self) -> float:
         return self.global_batch * self.seq_len / self.step_seconds
-
-    __str__ = Settings.__str__
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def run_settings(question: Question, chosen: Settings) -> RunSettings:
         compile=question.compile,
         lora_rank=question.lora_rank,
         lora_targets=question.lora_targets,
-        quantize_experts=question.spares_experts and chosen.method == "qlora",
+        quantize_experts=question.lora_targets == "attention" and chosen.method == "qlora",
         ranks=chosen.dp // chosen.copies,  # a machine's copy is all that its GPUs know of
         tensor_parallel=chosen.tp,
         pipeline_parallel=chosen.pp,

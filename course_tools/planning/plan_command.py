@@ -202,20 +202,13 @@ def _links(on: Machines) -> str:
 
 
 def _row(number: int, one: Plan) -> tuple[str, ...]:
-    besides = [
-        f"{one.activation_checkpointing} checkpointing" if one.activation_checkpointing != "none" else "",
-        {"none": "", "optimizer": "optimizer on host", "all": "states on host"}[one.offload],
-        one.optimizer if one.optimizer != "adamw" else "",
-        f"{one.copies} copies" if one.copies > 1 else "",
-        "sequence parallel" if one.sequence_parallel else "",
-        f"{one.virtual_stages} virtual stages" if one.virtual_stages > 1 else "",
-    ]
+    besides = [*one.besides, *([f"{one.copies} copies"] if one.copies > 1 else [])]
     return (
         str(number),
         one.sharing,
         words(one.grid),
         f"{one.micro_batch_size} x {one.num_microbatches}",
-        ", ".join(filter(None, besides)),
+        ", ".join(besides),
         f"{one.memory_bytes / GIB:,.1f}",
         f"{one.host / GIB:,.1f}" if one.host else "",
         seconds(one.step_seconds),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from course_lib.memory import Shape
@@ -56,6 +57,7 @@ def plan(
     """
     asked = question(model, cluster, global_batch=global_batch, seq_len=seq_len, **choices)
     check_counts(keep=keep)
+    started = time.perf_counter()
     found = Search(asked, keep)
     if not found.plans:
         raise nothing_fits(found)
@@ -64,7 +66,7 @@ def plan(
         refused=refusals(found),
         searched=len(found.table),
         estimated=len(found.checked),
-        seconds=found.seconds(),
+        seconds=time.perf_counter() - started,
         batch_note=asked.batch_note,
         notes=(*_notes(asked, found.plans[0]), *helps(found)),
     )
@@ -73,7 +75,7 @@ def plan(
 def _notes(asked: Question, best: Plan) -> tuple[str, ...]:
     """What was assumed, and what a reader would want to change."""
     notes = [asked.machines.note, *uncounted(asked.shape, run_settings(asked, best))]
-    if asked.spares_experts and {"lora", "qlora"} & set(asked.methods):
+    if asked.lora_targets == "attention" and {"lora", "qlora"} & set(asked.methods):
         notes.append(
             "Adapters lie beside attention's matrices alone: PEFT would copy the weights of all experts to adapt them. QLoRA "
             "has experts in NF4, too."

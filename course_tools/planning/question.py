@@ -19,6 +19,7 @@ from course_lib.choices import (
 from course_lib.memory import Shape, shape_of
 from course_lib.memory.settings import check_card, check_length
 from course_lib.validation import check_counts, pick, positive
+from course_tools.planning.answer import adapts_attention_alone
 from course_tools.planning.constants import CONSTANTS, Constants
 from course_tools.planning.machines import Machines, machines
 
@@ -60,13 +61,8 @@ class Question:
         return 4 if self.precision == "fp32" else 2
 
     @property
-    def spares_experts(self) -> bool:
-        """Adapters beside attention alone, experts in NF4 under QLoRA: PEFT would copy the experts' weights to adapt them."""
-        return self.shape.experts is not None and not self.shape.experts.bias
-
-    @property
     def lora_targets(self) -> str:
-        return "attention" if self.spares_experts else "all"
+        return "attention" if adapts_attention_alone(self.shape) else "all"
 
     @property
     def room(self) -> int:

@@ -6,7 +6,6 @@ until there are enough. Of a strategy on a grid the variants that need least are
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -83,7 +82,6 @@ class Search:
             fixed: micro_batch_size, num_microbatches, virtual_stages, activation_checkpointing, sequence_parallel where they
                 are given.
         """
-        self._start = time.perf_counter()
         self.asked = asked
         self.table = whole_space(asked, None if grid is None else [grid])
         if fixed:
@@ -136,9 +134,6 @@ class Search:
         """How much a row needs of the memory that it may take, on the card or on the host, wherever that is more."""
         need, asked = self.needs(row), self.asked
         return max(need.memory.device / asked.room, need.host / asked.machines.host_memory)
-
-    def seconds(self) -> float:
-        return time.perf_counter() - self._start
 
     def needs(self, row: int) -> Needs:
         """What `estimate` says of a row."""

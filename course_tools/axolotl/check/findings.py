@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from course_tools.axolotl.check.batch import Batch
-from course_tools.axolotl.check.document import KeyPath
+from course_tools.axolotl.check.document import Document, KeyPath
 from course_tools.axolotl.check.prediction import Prediction
 from course_tools.axolotl.check.settings import Settings
 
+Mend = Mapping[Any, Any]  # a key, as `finding` takes it -> what to write there
 LEVELS = ("error", "warning", "note")
 
 
@@ -48,6 +49,19 @@ def dotted(path: Iterable[str | int]) -> str:
     return text
 
 
+def finding(
+    document: Document, level: str, key: str | KeyPath, sentence: str, fix: str = "", mend: Mend | None = None
+) -> Finding:
+    """A finding at a key of a document, with its line; keys as a path, or as fsdp_config.offload_params."""
+    path = _path(key)
+    mends = {_path(each): value for each, value in (mend or {}).items()}
+    return Finding(level, dotted(path), document.line(*path), sentence, fix, mends)
+
+
+def _path(key: str | KeyPath) -> KeyPath:
+    return tuple(key.split(".")) if isinstance(key, str) else key
+
+
 @dataclass(frozen=True)
 class Facts:
     """A run as far as it can be known before it runs."""
@@ -64,14 +78,12 @@ class Facts:
         """A value that stands in the YAML; None if it does not."""
         return self.settings.given(key)
 
-    def say(self, level: str, key: str | KeyPath, sentence: str, fix: str = "", **mend: Any) -> Finding:
-        """A finding at a key, with its line; `mend` are top-level keys."""
-        path = (key,) if isinstance(key, str) else key
-        wanted = {(name,): value for name, value in mend.items()}
-        return Finding(level, dotted(path), self.settings.document.line(*path), sentence, fix, wanted)
+    def say(self, level: str, key: str | KeyPath, sentence: str, fix: str = "", mend: Mend | None = None) -> Finding:
+        """A finding at a key, with its line."""
+        return finding(self.settings.document, level, key, sentence, fix, mend)
 
-    def error(self, key: str | KeyPath, sentence: str, fix: str = "", **mend: Any) -> Finding:
-        return self.say("error", key, sentence, fix, **mend)
+    def error(self, key: str | KeyPath, sentence: str, fix: str = "", mend: Mend | None = None) -> Finding:
+        return self.say("error", key, sentence, fix, mend)
 
-    def warning(self, key: str | KeyPath, sentence: str, fix: str = "", **mend: Any) -> Finding:
-        return self.say("warning", key, sentence, fix, **mend)
+    def warning(self, key: str | KeyPath, sentence: str, fix: str = "", mend: Mend | None = None) -> Finding:
+        return self.say("warning", key, sentence, fix, mend)

@@ -32,7 +32,7 @@ BITSANDBYTES = """adamw_8bit adamw_bnb_8bit paged_adamw_8bit paged_adamw_32bit a
 class Mistake(NamedTuple):
     """A row. `made` returns what is wrong, {it} in the other columns, and something false where nothing is.
 
-    `mend`: top-level keys that `--fix` writes, as text with {it}; only where nobody could mean anything else.
+    `mend` of what `made` returns: what `--fix` writes, only where nobody could mean anything else.
     """
 
     key: str
@@ -179,9 +179,8 @@ def unused_adapter(f: Facts) -> Any:
 
 
 def trains_adapter(f: Facts) -> bool:
-    return f.settings.adapter in ("lora", "qlora") and not f.given(
-        "lora_model_dir"
-    )  # one that is loaded brings its own
+    loaded = f.given("lora_model_dir")  # which brings its own
+    return f.settings.adapter in ("lora", "qlora") and not loaded
 
 
 def earlier_run(f: Facts) -> Any:
@@ -347,16 +346,11 @@ def mistakes(facts: Facts) -> Iterator[Finding]:
     """The rows of the table that a run makes; and numbers that stay text where nothing converts them."""
     for row in MISTAKES:
         if it := row.made(facts):
-            path = tuple(row.key.format(it=it).split("."))
-            mend = {tuple(key.split(".")): value for key, value in row.mend(it).items()}
-            found = facts.say(row.level, path, row.sentence.format(it=it), row.fix.format(it=it))
-            yield Finding(found.level, found.key, found.line, found.sentence, found.fix, mend)
+            key, sentence, fix = (text.format(it=it) for text in (row.key, row.sentence, row.fix))
+            yield facts.say(row.level, key, sentence, fix, row.mend(it))
     document = facts.settings.document
     for path in document.texts_like_numbers:
         if path[0] in ("lr_scheduler_kwargs", "optim_args", "deepspeed") and len(path) > 1:
             raw = document.value(*path)
             sentence = f"YAML 1.1 reads {raw!r} as text, not as a number, and nothing converts it here."
-            fix = f"write {written_number(raw)}"
-            yield Finding(
-                "warning", facts.say("", path, "").key, document.line(*path), sentence, fix, {path: float(raw)}
-            )
+            yield facts.warning(path, sentence, f"write {written_number(raw)}", {path: float(raw)})

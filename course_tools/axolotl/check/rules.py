@@ -6,7 +6,6 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from course_lib.choices import Widths, why_not_tensor_parallel
@@ -132,7 +131,7 @@ def axes(facts: Facts) -> Iterator[Finding]:
         yield facts.error("expert_parallel_size", sentence, f"take a divisor of {shape.experts.number}")
     elif settings.cluster and (wrong := _wrong_axis(settings)):
         key, sentence, fix, *mend = wrong
-        yield facts.error(key, sentence, fix, **dict(mend))
+        yield facts.error(key, sentence, fix, dict(mend))
 
 
 def _wrong_axis(settings: Settings) -> tuple[Any, ...] | None:
@@ -182,7 +181,9 @@ def ulysses(facts: Facts) -> Iterator[Finding]:
         yield facts.error(settings.context_key, sentence, "take a divisor of the heads")
     elif not (facts.get("pad_to_sequence_len") or facts.get("sample_packing")):
         sentence = "DeepSpeed gathers the batches of all ranks on a sequence, which must be of one length."
-        yield facts.warning(settings.context_key, sentence, "write pad_to_sequence_len: true", pad_to_sequence_len=True)
+        yield facts.warning(
+            settings.context_key, sentence, "write pad_to_sequence_len: true", {"pad_to_sequence_len": True}
+        )
     elif tokens % ranks and not facts.get("sample_packing"):
         sentence = f"Sequences of {tokens} tokens do not divide over {ranks} ranks."
         yield facts.error("sequence_len", sentence, f"take a multiple of {math.lcm(multiple, ranks)}")
@@ -262,7 +263,7 @@ def old_cards(facts: Facts) -> Iterator[Finding]:
     for key in ("bf16", "bfloat16"):
         if facts.given(key) is True:
             sentence = f"bf16 needs compute capability 8.0, and {old}: Axolotl only warns, the trainer refuses."
-            yield facts.error(key, sentence, "write bf16: false and fp16: true", **{key: False, "fp16": True})
+            yield facts.error(key, sentence, "write bf16: false and fp16: true", {key: False, "fp16": True})
             return
     if settings.precision == "fp16" and not settings.adapter and settings.strategy in ("single", "ddp", "tensor"):
         how = "bf16: auto becomes fp16 there" if facts.get("bf16") == "auto" and not facts.given("fp16") else "fp16"
@@ -282,7 +283,7 @@ def kernels(facts: Facts) -> Iterator[Finding]:
         what = f"{on[0]} is on" if on else "Axolotl turns its LoRA kernels on where none of them is mentioned"
         sentence = f"{what}; they are written in Triton, which needs a GPU."
         off = dict.fromkeys(KERNELS, False)
-        yield facts.error(on[0] if on else "adapter", sentence, "write all four lora_*_kernel: false", **off)
+        yield facts.error(on[0] if on else "adapter", sentence, "write all four lora_*_kernel: false", off)
 
 
 def memory(facts: Facts) -> Iterator[Finding]:
@@ -295,14 +296,14 @@ def memory(facts: Facts) -> Iterator[Finding]:
     sentence = f"A GPU {most} {need / GIB:.1f} GiB, and has {room / GIB:.1f}"
     if found.memory.peak_phase == "evaluation":
         more = "" if found.largest else ", a shorter sequence_len or val_set_size: 0"
-        fix, mend = f"write eval_batch_size: {found.largest or 1}{more}", {"eval_batch_size": found.largest or None}
+        fix = f"write eval_batch_size: {found.largest or 1}{more}"
+        mend = {"eval_batch_size": found.largest} if found.largest else {}
         sentence += ": evaluation is the peak, where every logit is written out."
-        yield facts.say(level, "eval_batch_size", sentence, fix, **(mend if found.largest else {}))
+        yield facts.say(level, "eval_batch_size", sentence, fix, mend)
     elif found.fits_in_shards:
         sentence += ": gradients stay whole on each rank until the last micro-batch."
-        key = ("accelerator_config", "gradient_accumulation_kwargs", "sync_each_batch")
-        made = facts.say(level, "gradient_accumulation_steps", sentence, f"write {'.'.join(key)}: true")
-        yield replace(made, mend={key: True})
+        key = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
+        yield facts.say(level, "gradient_accumulation_steps", sentence, f"write {key}: true", {key: True})
     elif found.largest:
         fix, mend = f"write micro_batch_size: {found.largest}", {}
         accumulate, rest = divmod(batch.accumulate * batch.micro, found.largest)
@@ -310,7 +311,7 @@ def memory(facts: Facts) -> Iterator[Finding]:
             fix += f" and gradient_accumulation_steps: {accumulate}, the same {batch.global_batch} sequences a step"
             mend = {"micro_batch_size": found.largest, "gradient_accumulation_steps": accumulate}
         sentence += f": {batch.micro} sequences at once are too many."
-        yield facts.say(level, "micro_batch_size", sentence, fix, **mend)
+        yield facts.say(level, "micro_batch_size", sentence, fix, mend)
     else:
         more = [] if facts.get("gradient_checkpointing") or not found.states_fit else ["gradient_checkpointing: true"]
         more += [] if facts.settings.strategy in ("fsdp", "zero3") else ["fsdp_config"]

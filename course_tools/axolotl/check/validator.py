@@ -21,7 +21,7 @@ from course_lib.launch.checkout import python_path
 from course_lib.memory.cards import Cards
 from course_lib.validation import did_you_mean
 from course_tools.axolotl.check.document import Document, KeyPath, Renamed, written_number
-from course_tools.axolotl.check.findings import Finding, dotted
+from course_tools.axolotl.check.findings import Finding, finding
 
 AXOLOTL = "0.21.0"  # as requirements-no-deps.txt pins it
 MISSING = Finding(
@@ -151,10 +151,10 @@ def _refusals(document: Document, answer: dict[str, Any]) -> Iterator[Finding]:
     for path, words in found.items():
         if words[0].startswith(("ImportError", "ModuleNotFoundError")):
             sentence = f"Axolotl's validator stopped for want of a package here: “{words[0]}”."
-            yield _at(document, "note", (), sentence, "install it where the run starts")
+            yield finding(document, "note", (), sentence, "install it where the run starts")
             continue
         sentence = f"Axolotl refuses it: “{'; or '.join(dict.fromkeys(words))}”."
-        yield _at(document, "error", path, sentence, _mended(document, path, sentence))
+        yield finding(document, "error", path, sentence, _mended(document, path, sentence))
 
 
 def _path_in(steps: list[Any], values: Any) -> tuple[Any, ...]:
@@ -188,7 +188,7 @@ def _mended(document: Document, path: tuple[Any, ...], sentence: str) -> str:
 def _plugins(document: Document, answer: dict[str, Any]) -> Iterator[Finding]:
     for name, reason in answer["plugins"].items():
         sentence = f"{name} cannot be loaded here, so its keys were not checked ({' '.join(reason.split())})."
-        yield _at(document, "note", ("plugins",), sentence, "install what it needs where the run starts")
+        yield finding(document, "note", ("plugins",), sentence, "install what it needs where the run starts")
 
 
 def _unknown(document: Document, answer: dict[str, Any]) -> Iterator[Finding]:
@@ -211,7 +211,7 @@ def _unknown(document: Document, answer: dict[str, Any]) -> Iterator[Finding]:
         # a plugin that cannot be loaded here may bring it
         level = "note" if one["null"] or answer["plugins"] else "error"
         sentence = f"Axolotl knows no such key{here} and reads past it without a word."
-        yield _at(document, level, path, sentence, fix, mend)
+        yield finding(document, level, path, sentence, fix, mend)
 
 
 def _rest(document: Document, answer: dict[str, Any]) -> Iterator[Finding]:
@@ -220,7 +220,7 @@ def _rest(document: Document, answer: dict[str, Any]) -> Iterator[Finding]:
         what = key.replace("lr_", "").replace("_", " ")
         sentence = f"Neither Axolotl nor transformers has the {what} {value!r}; only the trainer will say so."
         fix, mend = (f"write {one['near']}", {(key,): one["near"]}) if one["near"] else ("look its name up", {})
-        yield _at(document, "warning", (key,), sentence, fix, mend)
+        yield finding(document, "warning", (key,), sentence, fix, mend)
     folded: dict[str, list[str]] = {}  # one sentence for each key that is meant is said once
     for line in answer["warnings"]:
         if "load required plugin" not in line and "LoRA kernel optimizations" not in line:
@@ -228,14 +228,3 @@ def _rest(document: Document, answer: dict[str, Any]) -> Iterator[Finding]:
     for same in folded.values():
         more = f" (and {len(same) - 1} more like it)" if same[1:] else ""
         yield Finding("note", "", None, f"Axolotl: “{same[0]}”{more}")
-
-
-def _at(
-    document: Document,
-    level: str,
-    path: tuple[Any, ...],
-    sentence: str,
-    fix: str = "",
-    mend: dict[KeyPath, Any] | None = None,
-) -> Finding:
-    return Finding(level, dotted(path), document.line(*path), sentence, fix, mend or {})

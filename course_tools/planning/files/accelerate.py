@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from course_lib.memory.architectures import block_class
+from course_tools.planning.answer import adapts_attention_alone
 from course_tools.planning.files.facts import about, layout, refuse_axes, yaml, zero_stage
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def _script(plan: Plan) -> list[str]:
     if plan.attention != "flash":
         besides.append(f"attn_implementation={plan.attention!r}")
     if plan.method != "full":
-        targets = ", target_modules: attention's" if plan.model.experts and not plan.model.experts.bias else ""
+        targets = ", target_modules: attention's" if adapts_attention_alone(plan.model) else ""
         besides.append(f"the model with its {plan.method} adapters (r={plan.lora_rank}{targets})")
     if plan.method == "qlora" and fsdp:
         besides.append("BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16), or FSDP cannot shard the weights")

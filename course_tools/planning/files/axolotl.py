@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from course_lib.choices import METHODS
 from course_lib.memory.architectures import block_class
+from course_tools.planning.answer import adapts_attention_alone
 from course_tools.planning.files import deepspeed
 from course_tools.planning.files.facts import (
     Refused,
@@ -108,7 +109,7 @@ def values(plan: Plan, base_model: str | None = None) -> dict[str, Any]:
         found["selective_checkpointing"] = {"save": KEPT}
     if plan.method != "full":
         found |= {"adapter": plan.method, "load_in_4bit": plan.method == "qlora", "lora_r": plan.lora_rank, **LORA}
-        if plan.model.experts and not plan.model.experts.bias:  # as the plan counts them
+        if adapts_attention_alone(plan.model):  # as the plan counts them
             found |= {"lora_target_modules": [f"{name}_proj" for name in "qkvo"]}
             found |= {"quantize_moe_experts": True} if plan.method == "qlora" else {}
         else:
